@@ -1,0 +1,199 @@
+"""Trains the two small models that ship with the package, on two CPU cores.
+
+    apt-get download r-cran-janeaustenr                  # or use any folder of .txt files
+    python -m minillm.checkpoints.train tiny  --text r-cran-janeaustenr_1.0.0-1_all.deb
+    python -m minillm.checkpoints.train draft --text r-cran-janeaustenr_1.0.0-1_all.deb
+    python -m minillm.checkpoints.train card  --text r-cran-janeaustenr_1.0.0-1_all.deb
+
+`tiny` learns the text. `draft` learns the text and what `tiny` predicts there, so that it guesses what
+`tiny` would say. `card` measures both and writes the model card. Seeded; an interrupted run goes on
+where it stopped (`--work` holds its state).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file, save_file
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from torch.nn import functional as F
+from tqdm import tqdm
+
+from minillm.checkpoints import corpus
+from minillm.config import ModelConfig
+from minillm.model import Transformer
+from minillm.naive import NoCache
+
+HERE = Path(__file__).parent
+END_OF_TEXT = "<|endoftext|>"
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """How one model is trained. Tokens a step: batch * max_context of the model."""
+
+    steps: int
+    batch: int = 4
+    learning_rate: float = 2e-3
+    warmup: int = 100
+    weight_decay: float = 0.1
+    dropout: float = 0.15
+    seed: int = 0
+    distill: float = 0.0  # share of the loss that is the divergence from `tiny`'s own distribution
+
+    def learning_rate_at(self, step: int) -> float:
+        """Linear warm-up, then a cosine to zero."""
+        if step < self.warmup:
+            return self.learning_rate * (step + 1) / self.warmup
+        return self.learning_rate * 0.5 * (1 + math.cos(math.pi * (step - self.warmup) / (self.steps - self.warmup)))
+
+
+RECIPES = {"tiny": Recipe(steps=3000), "draft": Recipe(steps=2400, learning_rate=4e-3, dropout=0.0, distill=0.9)}
+
+
+def train_tokenizer(chapters: list[str], vocab_size: int) -> Tokenizer:
+    """Byte-level BPE over the training chapters; id 0 ends a text."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=[END_OF_TEXT],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(chapters, trainer)
+    return tokenizer
+
+
+def encode(tokenizer: Tokenizer, chapters: list[str]) -> torch.Tensor:
+    """All chapters as one run of ids [N], each ended by id 0."""
+    return torch.tensor([i for chapter in chapters for i in [*tokenizer.encode(chapter).ids, 0]])
+
+
+def batch_at(ids: torch.Tensor, step: int, recipe: Recipe, context: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Inputs and targets of one step, each [batch * context]; depends on seed and step alone."""
+    generator = torch.Generator().manual_seed(recipe.seed * 1_000_003 + step)
+    starts = torch.randint(len(ids) - context - 1, (recipe.batch, 1), generator=generator)
+    windows = ids[starts + torch.arange(context + 1)]
+    return windows[:, :-1].flatten(), windows[:, 1:].flatten()
+
+
+def run(model: Transformer, tokens: torch.Tensor, context: int) -> torch.Tensor:
+    """Logits [B * context, vocab] of B sequences of `context` tokens."""
+    count = len(tokens) // context
+    positions = torch.arange(context).repeat(count)
+    return model.logits(model(tokens, positions, NoCache([context] * count)))
+
+
+def add_dropout(model: Transformer, rate: float) -> None:
+    """Drop values of the embedding and of what each layer adds, while training. The model itself has no dropout."""
+
+    def drop(module, inputs, output):
+        return F.dropout(output, rate) if torch.is_grad_enabled() else output
+
+    for module in [model.embedding, *(m for layer in model.layers for m in (layer.attention.out, layer.ffn.down))]:
+        module.register_forward_hook(drop)
+
+
+def loss_of(model: Transformer, inputs, targets, context: int, target_model, share: float) -> torch.Tensor:
+    """Cross-entropy with the text, blended with the divergence from the target model's distribution."""
+    logits = run(model, inputs, context)
+    loss = F.cross_entropy(logits, targets)
+    if target_model is None:
+        return loss
+    with torch.no_grad():
+        wanted = run(target_model, inputs, context).log_softmax(-1)
+    divergence = F.kl_div(logits.log_softmax(-1), wanted, log_target=True, reduction="batchmean")
+    return (1 - share) * loss + share * divergence
+
+
+@torch.no_grad()
+def cross_entropy(model: Transformer, ids: torch.Tensor, context: int) -> float:
+    """Mean nats a token over consecutive windows of `context` tokens (the last, short one left out)."""
+    windows = (len(ids) - 1) // context
+    inputs, targets = ids[: windows * context].view(windows, context), ids[1 : windows * context + 1].view(windows, -1)
+    losses = [F.cross_entropy(run(model, i, context), t) for i, t in zip(inputs, targets, strict=True)]
+    return torch.stack(losses).mean().item()
+
+
+@torch.no_grad()
+def acceptance_rate(target: Transformer, draft: Transformer, ids: torch.Tensor, context: int) -> float:
+    """Chance that the target accepts the draft's proposal: the mean of sum(min(p, q)) (Leviathan et al., 2022)."""
+    windows = ids[: len(ids) // context * context].view(-1, context)
+    overlap = [torch.minimum(run(target, w, context).softmax(-1), run(draft, w, context).softmax(-1)).sum(-1).mean()
+               for w in windows]  # fmt: skip
+    return torch.stack(overlap).mean().item()
+
+
+def save_state(path: Path, model: Transformer, optimizer: torch.optim.Optimizer, step: int, log: list) -> None:
+    """Everything needed to go on, without pickle. Written aside first, so that an interruption leaves a whole file."""
+    tensors = {f"model.{name}": p.detach() for name, p in model.named_parameters()}
+    for index, state in optimizer.state_dict()["state"].items():
+        tensors |= {f"optimizer.{index}.{key}": value for key, value in state.items()}
+    save_file(tensors, path.with_suffix(".partial"), metadata={"step": str(step), "log": json.dumps(log)})
+    path.with_suffix(".partial").replace(path)
+
+
+def load_state(path: Path, model: Transformer, optimizer: torch.optim.Optimizer) -> tuple[int, list]:
+    """Undo `save_state`; returns the step to go on with and the log."""
+    from safetensors import safe_open
+
+    with safe_open(path, "pt") as file:
+        metadata = file.metadata()
+    tensors = load_file(path)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.copy_(tensors[f"model.{name}"])
+    state: dict[int, dict] = {}
+    for name, tensor in tensors.items():
+        if name.startswith("optimizer."):
+            _, index, key = name.split(".")
+            state.setdefault(int(index), {})[key] = tensor
+    optimizer.load_state_dict({"state": state, "param_groups": optimizer.state_dict()["param_groups"]})
+    return int(metadata["step"]), json.loads(metadata["log"])
+
+
+def make_optimizer(model: Transformer, recipe: Recipe) -> torch.optim.AdamW:
+    """AdamW; weight decay on matrices alone."""
+    matrices = [p for p in model.parameters() if p.dim() > 1]
+    vectors = [p for p in model.parameters() if p.dim() == 1]
+    groups = [{"params": matrices, "weight_decay": recipe.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
+    return torch.optim.AdamW(groups, lr=recipe.learning_rate, betas=(0.9, 0.95), fused=True)
+
+
+def train(config: ModelConfig, recipe: Recipe, ids: dict, work: Path, target_model=None, every=200) -> Transformer:
+    """Train from scratch or from the state in `work`; `ids` has "train" and "validation" runs of tokens."""
+    model, context = Transformer(config).initialize(recipe.seed), config.max_context
+    optimizer = make_optimizer(model, recipe)
+    add_dropout(model, recipe.dropout)
+    state, step, log = work / "state.safetensors", 0, []
+    work.mkdir(parents=True, exist_ok=True)
+    if state.exists():
+        step, log = load_state(state, model, optimizer)
+    compute = torch.compile(loss_of) if shutil.which("g++") and recipe.steps - step > 500 else loss_of
+    with tqdm(total=recipe.steps, initial=step, unit="step") as bar:
+        while step < recipe.steps:
+            torch.manual_seed(recipe.seed * 1_000_003 + step)
+            for group in optimizer.param_groups:
+                group["lr"] = recipe.learning_rate_at(step)
+            loss = compute(model, *batch_at(ids["train"], step, recipe, context), context, target_model, recipe.distill)
+            optimizer.zero_grad()
+            loss.backward()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            step += 1
+            bar.update()
+            bar.set_postfix(loss=f"{loss.item():.3f}")
+            if step % every == 0 or step == recipe.steps:
+                held_out = cross_entropy(model, ids["validation"][: 20 * context], context)
+                log.append({"step": step, "train": round(loss.item(), 4), "validation": round(held_out, 4)})
+                bar.write(json.dumps(log[-1]))
+                save_state(state, model, optimizer, step, log)
+    return model
