@@ -6,8 +6,14 @@ grows with n²; chapter 1 measures it.
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+
 import torch
 from torch.nn import functional as F
+
+from minillm.config import ModelConfig
+from minillm.model import Transformer
+from minillm.sampling import SamplingParams, StopCondition, sample
 
 
 class NoCache:
@@ -16,12 +22,12 @@ class NoCache:
     `lengths` are the tokens of each sequence in the flat run, in order; None means one sequence.
     """
 
-    def __init__(self, lengths: list[int] | None = None):
-        self.lengths = lengths
+    def __init__(self, lengths: Sequence[int] | None = None):
+        self.lengths = None if lengths is None else list(lengths)
 
     def attend(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         """Causal attention inside each sequence; q [T, n_heads, D], k and v [T, n_kv_heads, D] -> like q."""
-        lengths = self.lengths or [q.shape[0]]
+        lengths = [q.shape[0]] if self.lengths is None else self.lengths
         if sum(lengths) != q.shape[0]:
             raise ValueError(f"lengths {lengths} add up to {sum(lengths)}, but the run has {q.shape[0]} tokens")
         if len(set(lengths)) == 1:  # a rectangle: one batched product
@@ -34,3 +40,45 @@ class NoCache:
 def causal_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
     """q [B, n_heads, T, D], k and v [B, n_kv_heads, T, D] -> [B, n_heads, T, D]; token t sees tokens 0 to t."""
     return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=q.shape[1] != k.shape[1])
+
+
+def check_prompt(prompt_ids: Sequence[int], params: SamplingParams, config: ModelConfig) -> None:
+    """Refuse, before any work, what the model cannot serve. Raises ValueError naming the value and the limit."""
+    if not prompt_ids:
+        raise ValueError("the prompt is empty: give at least one token id, for example the tokenizer's end-of-text id")
+    for position, token in enumerate(prompt_ids):
+        if isinstance(token, bool) or not isinstance(token, int):
+            raise ValueError(f"prompt_ids[{position}] is {token!r}: token ids are integers")
+        if not 0 <= token < config.vocab_size:
+            raise ValueError(f"prompt_ids[{position}] is {token}, outside the vocabulary of 0 to {config.vocab_size - 1}")
+    if len(prompt_ids) + params.max_tokens > config.max_context:
+        raise ValueError(
+            f"{len(prompt_ids)} prompt tokens + max_tokens={params.max_tokens} exceed the model's context of "
+            f"{config.max_context}: shorten the prompt or ask for at most {config.max_context - len(prompt_ids)} tokens"
+        )
+
+
+@torch.inference_mode()
+def stream(model: Transformer, prompt_ids: Sequence[int], params: SamplingParams, tokenizer=None) -> Iterator[int]:
+    """Yield new tokens as they are made, the one that ends generation included.
+
+    Stop strings need a `tokenizer`. Raises ValueError for a prompt or parameters that cannot be served,
+    and for logits that are not numbers.
+    """
+    check_prompt(prompt_ids, params, model.config)
+    stop = StopCondition(params, model.config.eos_token_ids, tokenizer)
+    generator = params.make_generator()
+    ids, reason = list(prompt_ids), None
+    while reason is None:
+        tokens = torch.tensor(ids, device=model.device)
+        positions = torch.arange(len(ids), device=model.device)
+        hidden = model(tokens, positions, NoCache())  # every token so far, again
+        token = sample(model.logits(hidden[-1:]), [params], [generator]).item()
+        ids.append(token)
+        reason = stop.add(token)
+        yield token
+
+
+def generate(model: Transformer, prompt_ids: Sequence[int], params: SamplingParams, tokenizer=None) -> list[int]:
+    """New tokens only, by full recomputation at every step; see `stream`."""
+    return list(stream(model, prompt_ids, params, tokenizer))

@@ -1,0 +1,159 @@
+"""The KV cache: keep the keys and values of every token, and each new token costs one token's work.
+
+`ContiguousCache` reserves one block of memory for each sequence, sized for the longest it may become.
+Chapter 3 builds it, chapter 5 shows what the reservation wastes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch.nn import functional as F
+
+from minillm.config import ModelConfig
+from minillm.model import Transformer
+from minillm.naive import causal_attention, check_prompt
+from minillm.sampling import SamplingParams, StopCondition, sample
+
+
+class ContiguousCache:
+    """Keys and values of `num_sequences` sequences, each up to `capacity` tokens.
+
+    `k` and `v` are [n_layers, num_sequences, n_kv_heads, capacity, head_dim]; `lengths[s]` says how many
+    tokens of sequence s are in them. A forward pass is handed `cache.view(counts)`; with one sequence
+    the cache itself will do.
+    """
+
+    def __init__(self, config: ModelConfig, num_sequences: int = 1, capacity: int | None = None, device=None, dtype=None):
+        capacity = config.max_context if capacity is None else capacity
+        if num_sequences < 1 or capacity < 1:
+            raise ValueError(f"num_sequences ({num_sequences}) and capacity ({capacity}) must be at least 1")
+        shape = (config.n_layers, num_sequences, config.n_kv_heads, capacity, config.head_dim)
+        self.k = torch.empty(shape, device=device, dtype=dtype)
+        self.v = torch.empty(shape, device=device, dtype=dtype)
+        self.capacity = capacity
+        self.lengths = [0] * num_sequences
+
+    def view(self, counts: Sequence[int]) -> ContiguousView:
+        """The cache as one forward pass sees it: the flat run holds counts[s] new tokens of sequence s, in order.
+
+        Raises ValueError for counts that do not match the cache or do not fit its capacity.
+        """
+        if len(counts) != len(self.lengths):
+            raise ValueError(f"{len(counts)} counts for a cache of {len(self.lengths)} sequences")
+        for s, (length, count) in enumerate(zip(self.lengths, counts, strict=True)):
+            if count < 0 or length + count > self.capacity:
+                raise ValueError(
+                    f"sequence {s} holds {length} tokens and cannot take {count} more: its capacity is {self.capacity}"
+                )
+        return ContiguousView(self, list(counts))
+
+    def attend(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        """For a cache of one sequence: the whole run continues it. See `ContiguousView.attend`."""
+        if len(self.lengths) != 1:
+            raise ValueError(f"this cache holds {len(self.lengths)} sequences: pass cache.view(counts) to the model")
+        return self.view([q.shape[0]]).attend(layer, q, k, v)
+
+    def positions(self, counts: Sequence[int]) -> torch.Tensor:
+        """Positions [T] of the new tokens of a step: those of sequence s start at lengths[s]."""
+        runs = [torch.arange(n, n + c) for n, c in zip(self.lengths, counts, strict=True)]
+        return torch.cat(runs).to(self.k.device)
+
+    def truncate(self, sequence: int, length: int) -> None:
+        """Forget the tokens of one sequence from `length` on. Raises ValueError if it holds fewer."""
+        if not 0 <= length <= self.lengths[sequence]:
+            raise ValueError(f"cannot truncate sequence {sequence} of {self.lengths[sequence]} tokens to {length}")
+        self.lengths[sequence] = length
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes reserved, used or not."""
+        return self.k.nbytes + self.v.nbytes
+
+
+class ContiguousView:
+    """One step over a `ContiguousCache`. Lengths grow when the last layer has stored its part, so a pass that
+    fails half-way leaves the cache as it was."""
+
+    def __init__(self, cache: ContiguousCache, counts: list[int]):
+        self.cache = cache
+        self.counts = counts
+        self.starts = list(cache.lengths)
+
+    def attend(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        """Store k and v [T, n_kv_heads, D] at the end of their sequences, then attend over all that is stored.
+
+        q [T, n_heads, D] -> [T, n_heads, D]. Raises ValueError if the run is not as long as the counts say.
+        """
+        if sum(self.counts) != q.shape[0]:
+            raise ValueError(f"counts {self.counts} add up to {sum(self.counts)}, but the run has {q.shape[0]} tokens")
+        keys, values = self.cache.k[layer], self.cache.v[layer]
+        if max(self.counts) == 1 and len(set(self.starts)) == 1 and min(self.counts) == 1:
+            out = self.decode_together(keys, values, q, k, v)
+        else:
+            out = self.one_by_one(keys, values, q, k, v)
+        if layer == len(self.cache.k) - 1:
+            self.cache.lengths = [start + count for start, count in zip(self.starts, self.counts, strict=True)]
+        return out
+
+    def decode_together(self, keys, values, q, k, v) -> torch.Tensor:
+        """Every sequence has one new token and the same length: one product over the whole batch.
+
+        The query heads that share a key/value head become the rows of one query, so it is read once for all.
+        """
+        start = self.starts[0]
+        keys[:, :, start], values[:, :, start] = k, v
+        grouped = q.unflatten(1, (k.shape[1], -1))  # [B, n_kv_heads, group, D]
+        return F.scaled_dot_product_attention(grouped, keys[:, :, : start + 1], values[:, :, : start + 1]).flatten(1, 2)
+
+    def one_by_one(self, keys, values, q, k, v) -> torch.Tensor:
+        """Any mix of counts and lengths: attention sequence by sequence."""
+        out, offset = torch.empty_like(q), 0
+        for s, (start, count) in enumerate(zip(self.starts, self.counts, strict=True)):
+            if count == 0:
+                continue
+            run, end = slice(offset, offset + count), start + count
+            keys[s, :, start:end], values[s, :, start:end] = k[run].transpose(0, 1), v[run].transpose(0, 1)
+            new_q, seen_k, seen_v = q[run].transpose(0, 1)[None], keys[None, s, :, :end], values[None, s, :, :end]
+            out[run] = chunk_attention(new_q, seen_k, seen_v)[0].transpose(0, 1)
+            offset += count
+        return out
+
+
+def chunk_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    """The last T tokens of a sequence attend to all S of it: q [B, n_heads, T, D], k and v [B, n_kv_heads, S, D].
+
+    New token t sees the S - T tokens before the chunk and the new ones up to itself. A whole prompt
+    (S = T) is plain causal attention.
+    """
+    count, end = q.shape[2], k.shape[2]
+    if count == end:
+        return causal_attention(q, k, v)
+    mask = torch.ones(count, end, dtype=torch.bool, device=q.device).tril(end - count)
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=q.shape[1] != k.shape[1])
+
+
+@torch.inference_mode()
+def stream(model: Transformer, prompt_ids: Sequence[int], params: SamplingParams, tokenizer=None) -> Iterator[int]:
+    """Yield new tokens as they are made: the prompt goes through the model once, then one token at a time.
+
+    The same tokens as `naive.stream`, with the same arguments and errors.
+    """
+    check_prompt(prompt_ids, params, model.config)
+    stop = StopCondition(params, model.config.eos_token_ids, tokenizer)
+    generator = params.make_generator()
+    capacity = len(prompt_ids) + params.max_tokens - 1  # the last token is never fed back
+    cache = ContiguousCache(model.config, 1, capacity, model.device, model.dtype)
+    new, reason = list(prompt_ids), None
+    while reason is None:
+        # Positions go on where the cache ends: the first decoded token stands at position len(prompt_ids).
+        hidden = model(torch.tensor(new, device=model.device), cache.positions([len(new)]), cache)
+        token = sample(model.logits(hidden[-1:]), [params], [generator]).item()
+        new, reason = [token], stop.add(token)
+        yield token
+
+
+def generate(model: Transformer, prompt_ids: Sequence[int], params: SamplingParams, tokenizer=None) -> list[int]:
+    """New tokens only, with a cache; see `stream`."""
+    return list(stream(model, prompt_ids, params, tokenizer))

@@ -1,0 +1,133 @@
+"""One table of paths, all held to `naive.generate`, token for token.
+
+A path is a function (model, prompts, params) -> new tokens of each prompt. To hold a new path to the
+reference, write it and add it to PATHS. Products of different batch shapes round differently, so the
+table runs in float64, where no near-tie can flip a token; in float32 a difference is accepted only
+where the reference itself was nearly undecided.
+"""
+
+import random
+
+import pytest
+import torch
+
+from minillm import kv_cache, naive
+from minillm.config import ModelConfig
+from minillm.kv_cache import ContiguousCache
+from minillm.model import Transformer
+from minillm.naive import NoCache
+from minillm.sampling import SamplingParams, StopCondition, sample
+
+NEAR_TIE = 1e-3  # in float32, logits this close may change places
+
+
+def contiguous(model, prompts, params):
+    """Each prompt alone, with a cache."""
+    return [kv_cache.generate(model, prompt, params) for prompt in prompts]
+
+
+@torch.inference_mode()
+def ragged_batch(model, prompts, params, chunk=None):
+    """All prompts in one cache of several sequences, their prompts in chunks of at most `chunk` tokens."""
+    cache = ContiguousCache(model.config, len(prompts), None, model.device, model.dtype)
+    generators = [params.make_generator() for _ in prompts]
+    stops = [StopCondition(params, model.config.eos_token_ids) for _ in prompts]
+    waiting, outputs, done = [list(p) for p in prompts], [[] for _ in prompts], [False] * len(prompts)
+    while not all(done):
+        counts = [0 if d else min(len(w), chunk or len(w)) for w, d in zip(waiting, done, strict=True)]
+        tokens = [token for w, c in zip(waiting, counts, strict=True) for token in w[:c]]
+        hidden = model(torch.tensor(tokens), cache.positions(counts), cache.view(counts)).split(counts)
+        for s, count in enumerate(counts):
+            waiting[s] = waiting[s][count:]
+            if waiting[s] or done[s]:
+                continue
+            token = sample(model.logits(hidden[s][-1:]), [params], [generators[s]]).item()
+            outputs[s].append(token)
+            waiting[s], done[s] = [token], stops[s].add(token) is not None
+    return outputs
+
+
+def ragged_chunks(model, prompts, params):
+    """The ragged batch with prompts in chunks of three tokens."""
+    return ragged_batch(model, prompts, params, chunk=3)
+
+
+PATHS = {"contiguous": contiguous, "ragged batch": ragged_batch, "ragged chunks": ragged_chunks}
+
+
+def small_config(rng: random.Random) -> ModelConfig:
+    """A random small shape: any number of key/value heads, head size apart from dim, biases and norms."""
+    kv_heads, group = rng.choice([1, 2, 3]), rng.choice([1, 2, 3])
+    return ModelConfig(
+        vocab_size=rng.randrange(50, 120), dim=rng.choice([24, 40, 56]), n_layers=rng.choice([1, 2, 3]),
+        n_heads=kv_heads * group, n_kv_heads=kv_heads, head_dim=rng.choice([6, 10, 16]), ffn_dim=rng.choice([31, 64]),
+        max_context=64, tie_embeddings=rng.random() < 0.5, qkv_bias=rng.random() < 0.5, qk_norm=rng.random() < 0.5,
+    )  # fmt: skip
+
+
+def random_model(config: ModelConfig, dtype, seed: int) -> Transformer:
+    """Random weights, large enough that the next token depends on the whole prefix."""
+    model = Transformer(config).initialize(seed).to(dtype)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() == 1:
+                parameter += 0.3 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(seed))
+            else:
+                parameter *= 8
+    return model
+
+
+def workload(config: ModelConfig, rng: random.Random) -> list[list[int]]:
+    """One to four prompts of 1 to 20 tokens."""
+    return [[rng.randrange(config.vocab_size) for _ in range(rng.randrange(1, 21))] for _ in range(rng.randrange(1, 5))]
+
+
+@pytest.mark.parametrize("name", PATHS)
+@pytest.mark.parametrize("temperature", [0.0, 0.9])
+def test_path_gives_the_tokens_of_naive_generation(name, temperature):
+    """float64, random shapes and prompts; sampling with a seed too, whatever else is in the batch."""
+    distinct = 0
+    for seed in range(12):
+        rng = random.Random(f"{name} {temperature} {seed}")
+        config = small_config(rng)
+        model, prompts = random_model(config, torch.float64, seed), workload(config, rng)
+        params = SamplingParams(max_tokens=rng.randrange(1, 24), temperature=temperature, top_k=20, seed=seed)
+        expected = [naive.generate(model, prompt, params) for prompt in prompts]
+        assert PATHS[name](model, prompts, params) == expected, f"seed {seed}, {config}"
+        distinct += len(set(sum(expected, [])))
+    assert distinct > 60, "the models repeat themselves: the comparison would prove little"
+
+
+@torch.inference_mode()
+def margin_at(model, ids) -> float:
+    """How far the best next token of `ids` is ahead of the second."""
+    hidden = model(torch.tensor(ids), torch.arange(len(ids)), NoCache())
+    best, second = model.logits(hidden[-1]).topk(2).values
+    return (best - second).item()
+
+
+@pytest.mark.parametrize("name", PATHS)
+def test_path_in_float32_differs_at_near_ties_only(name):
+    """Where float32 gives another token, the reference's first choice was hardly ahead of its second."""
+    for seed in range(6):
+        rng = random.Random(f"float32 {name} {seed}")
+        config = small_config(rng)
+        model, prompts = random_model(config, torch.float32, seed), workload(config, rng)
+        params = SamplingParams(max_tokens=16, temperature=0.0)
+        for prompt, got in zip(prompts, PATHS[name](model, prompts, params), strict=True):
+            expected = naive.generate(model, prompt, params)
+            for step, (a, b) in enumerate(zip(expected, got, strict=True)):
+                if a != b:
+                    assert margin_at(model, prompt + expected[:step]) < NEAR_TIE
+                    break
+
+
+@pytest.mark.parametrize("name", ["naive", *PATHS])
+def test_exactly_the_tokens_asked_for(name):
+    """E12: the first new token is not dropped: with no stop there are max_tokens of them."""
+    config = small_config(random.Random(1))
+    model = random_model(config, torch.float64, 1)
+    for max_tokens in (1, 2, 7):
+        params = SamplingParams(max_tokens=max_tokens, temperature=0.0, ignore_eos=True)
+        path = PATHS.get(name, lambda m, prompts, p: [naive.generate(m, prompt, p) for prompt in prompts])
+        assert [len(tokens) for tokens in path(model, [[3, 1, 4], [1]], params)] == [max_tokens, max_tokens]
