@@ -131,16 +131,38 @@ PRESETS = {
     ),
     # SmolLM2-135M-Instruct (Hugging Face, 2024), the chat model that the book runs.
     "smollm2": ModelConfig(
-        vocab_size=49_152, dim=576, n_layers=30, n_heads=9, n_kv_heads=3, head_dim=64, ffn_dim=1536,
-        max_context=8192, rope_theta=100_000.0, eos_token_ids=(2,),
-    ),  # fmt: skip
+        vocab_size=49_152,
+        dim=576,
+        n_layers=30,
+        n_heads=9,
+        n_kv_heads=3,
+        head_dim=64,
+        ffn_dim=1536,
+        max_context=8192,
+        rope_theta=100_000.0,
+        eos_token_ids=(2,),
+    ),
     # The two models trained by minillm/checkpoints/train.py; they share a tokenizer.
     "tiny": ModelConfig(
-        vocab_size=4096, dim=256, n_layers=6, n_heads=8, n_kv_heads=4, head_dim=32, ffn_dim=688, max_context=512,
+        vocab_size=4096,
+        dim=256,
+        n_layers=6,
+        n_heads=8,
+        n_kv_heads=4,
+        head_dim=32,
+        ffn_dim=688,
+        max_context=512,
         eos_token_ids=(0,),
-    ),  # fmt: skip
+    ),
     "draft": ModelConfig(
-        vocab_size=4096, dim=96, n_layers=1, n_heads=4, n_kv_heads=2, head_dim=24, ffn_dim=256, max_context=512,
+        vocab_size=4096,
+        dim=96,
+        n_layers=1,
+        n_heads=4,
+        n_kv_heads=2,
+        head_dim=24,
+        ffn_dim=256,
+        max_context=512,
         eos_token_ids=(0,),
-    ),  # fmt: skip
+    ),
 }

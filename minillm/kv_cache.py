@@ -25,7 +25,9 @@ class ContiguousCache:
     the cache itself will do.
     """
 
-    def __init__(self, config: ModelConfig, num_sequences: int = 1, capacity: int | None = None, device=None, dtype=None):
+    def __init__(
+        self, config: ModelConfig, num_sequences: int = 1, capacity: int | None = None, device=None, dtype=None
+    ):
         capacity = config.max_context if capacity is None else capacity
         if num_sequences < 1 or capacity < 1:
             raise ValueError(f"num_sequences ({num_sequences}) and capacity ({capacity}) must be at least 1")

@@ -131,7 +131,8 @@ class Transformer(nn.Module):
     def __init__(self, config: ModelConfig):
         super().__init__()
         self.config = config
-        self.embedding = nn.Embedding(config.vocab_size, config.dim)
+        # from_pretrained skips the random start that nn.Embedding would draw, and a loader overwrite.
+        self.embedding = nn.Embedding.from_pretrained(torch.empty(config.vocab_size, config.dim), freeze=False)
         self.rope = RotaryEmbedding(config.head_dim, config.max_context, config.rope_theta, config.rope_scaling)
         self.layers = nn.ModuleList(Layer(config) for _ in range(config.n_layers))
         self.norm = RMSNorm(config.dim, config.norm_eps)

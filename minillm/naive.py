@@ -50,11 +50,14 @@ def check_prompt(prompt_ids: Sequence[int], params: SamplingParams, config: Mode
         if isinstance(token, bool) or not isinstance(token, int):
             raise ValueError(f"prompt_ids[{position}] is {token!r}: token ids are integers")
         if not 0 <= token < config.vocab_size:
-            raise ValueError(f"prompt_ids[{position}] is {token}, outside the vocabulary of 0 to {config.vocab_size - 1}")
+            raise ValueError(
+                f"prompt_ids[{position}] is {token}, outside the vocabulary of 0 to {config.vocab_size - 1}"
+            )
     if len(prompt_ids) + params.max_tokens > config.max_context:
+        room = config.max_context - len(prompt_ids)
         raise ValueError(
             f"{len(prompt_ids)} prompt tokens + max_tokens={params.max_tokens} exceed the model's context of "
-            f"{config.max_context}: shorten the prompt or ask for at most {config.max_context - len(prompt_ids)} tokens"
+            f"{config.max_context}: shorten the prompt" + (f" or ask for at most {room} tokens" if room > 0 else "")
         )
 
 

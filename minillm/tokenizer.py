@@ -15,7 +15,6 @@ from pathlib import Path
 
 import jinja2
 import tokenizers
-from gguf import GGUFReader, TokenType
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, processors
 
@@ -39,11 +38,14 @@ def load_tokenizer(name_or_path: str | Path) -> Tokenizer:
 
     Raises ValueError (CheckpointError) naming the file and what in it is missing or not supported.
     """
-    from minillm.formats import open_gguf  # pulls in torch, which encoding text does not need
-    from minillm.weights import find_checkpoint
+    from minillm.weights import find_checkpoint  # pulls in torch, which encoding text does not need
 
     path = find_checkpoint(name_or_path)
-    return from_folder(path) if path.is_dir() else from_gguf(path, open_gguf(path))
+    if path.is_dir():
+        return from_folder(path)
+    from minillm.gguf_format import open_gguf  # here, so that other tokenizers load without the package `gguf`
+
+    return from_gguf(path, open_gguf(path))
 
 
 class Tokenizer:
@@ -258,8 +260,10 @@ def read_json(file: Path) -> dict:
         raise ValueError(f"{file} is not JSON: {error}") from error
 
 
-def from_gguf(file: Path, reader: GGUFReader) -> Tokenizer:
-    """A byte-level BPE rebuilt from a GGUF file's own tokens, merges and token types."""
+def from_gguf(file: Path, reader) -> Tokenizer:
+    """A byte-level BPE rebuilt from the tokens, merges and token types that an opened GGUF file holds."""
+    from gguf import TokenType
+
     fields = {name: field for name, field in reader.fields.items() if name.startswith("tokenizer.")}
 
     def get(name: str, default=None):

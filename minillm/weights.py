@@ -77,15 +77,21 @@ def load_model(
     if path.is_dir():
         config = formats.hugging_face_config(path)
         return _build(path, config, formats.hugging_face_tensors(path, config), HUGGING_FACE, device, dtype)
-    reader = formats.open_gguf(path)
-    config = formats.gguf_config(path, reader)
-    return _build(path, config, formats.gguf_tensors(path, reader, config), GGUF, device, dtype)
+    from minillm import gguf_format  # here, so that other models load without the package `gguf`
+
+    reader = gguf_format.open_gguf(path)
+    config = gguf_format.gguf_config(path, reader)
+    return _build(path, config, gguf_format.gguf_tensors(path, reader, config), GGUF, device, dtype)
 
 
 def read_config(name_or_path: str | Path) -> ModelConfig:
     """The shape of a checkpoint, without its weights. Raises CheckpointError for anything we do not run."""
     path = find_checkpoint(name_or_path)
-    return formats.hugging_face_config(path) if path.is_dir() else formats.gguf_config(path, formats.open_gguf(path))
+    if path.is_dir():
+        return formats.hugging_face_config(path)
+    from minillm import gguf_format
+
+    return gguf_format.gguf_config(path, gguf_format.open_gguf(path))
 
 
 @torch.no_grad()

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, decoders, models, pre_tokenizers, processors, trainers
 
-from minillm.formats import open_gguf
+from minillm.gguf_format import open_gguf
 from minillm.sampling import SamplingParams, StopCondition
 from minillm.tokenizer import CHECKPOINTS, SPLITS, Tokenizer, from_gguf, load_tokenizer
 

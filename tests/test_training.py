@@ -4,6 +4,7 @@ import math
 import random
 import struct
 import zlib
+from dataclasses import replace
 
 import pytest
 import torch
@@ -71,12 +72,13 @@ def test_an_interrupted_run_ends_as_one_that_ran_through(ids, tmp_path, monkeypa
 
 def test_one_command_trains_publishes_and_writes_the_card(text, tmp_path, monkeypatch):
     """`tiny`, `draft` and `card` in turn; what is published loads again, the card holds measured figures."""
-    small = {"tiny": CONFIG, "draft": CONFIG}
+    config = replace(CONFIG, max_context=160)  # room for the card's sample
+    small = {"tiny": config, "draft": config}
     monkeypatch.setattr(train, "RECIPES", {name: train.Recipe(steps=4, warmup=1, distill=0.5) for name in small})
     monkeypatch.setattr(ModelConfig, "preset", staticmethod(small.get))
     for what in ("tiny", "draft", "card"):
         train.main([what, "--text", str(text), "--out", str(tmp_path), "--work", str(tmp_path / "work")])
-    assert load_model(tmp_path / "tiny", "cpu", "float32").config == CONFIG
+    assert load_model(tmp_path / "tiny", "cpu", "float32").config == config
     card = (tmp_path / "README.md").read_text()
     assert "bits per byte" in card and "{" not in card and "nan" not in card
 

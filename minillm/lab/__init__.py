@@ -58,10 +58,17 @@ class Lab:
         return load_model(self.model_name, device=self.device, dtype=self.dtype)
 
     def tokenizer(self):
-        """The tokenizer of the model to time. Raises ValueError where its files are missing."""
+        """The tokenizer of the model to time; that of "tiny" stands in where the weights are random."""
         from minillm.tokenizer import load_tokenizer
 
-        return load_tokenizer(self.model_name)
+        return load_tokenizer("tiny" if self.random_weights else self.model_name)
+
+    def prompt(self, text: str) -> list[int]:
+        """Token ids of a user's message, in the model's chat form if it has one."""
+        tokenizer = self.tokenizer()
+        if tokenizer.chat_template is None:
+            return tokenizer.encode(text)
+        return tokenizer.encode_chat([{"role": "user", "content": text}])
 
 
 def setup(model: str | None = None) -> Lab:

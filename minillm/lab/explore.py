@@ -33,8 +33,8 @@ CSS = (
     ".minillm-controls .top{display:flex;justify-content:space-between;gap:1rem}"
     ".minillm-controls .top span+span{font-weight:600;font-variant-numeric:tabular-nums;white-space:nowrap}"
     ".minillm-controls input{width:100%;margin:0;height:1.5rem;accent-color:var(--mini-weights);background:none}"
-    ".minillm-controls select{font:inherit;color:inherit;background:var(--mini-paper);border:1px solid var(--mini-line);"
-    "border-radius:.25rem;padding:.1rem .35rem;min-height:1.75rem;max-width:100%}"
+    ".minillm-controls select{font:inherit;color:inherit;background:var(--mini-paper);"
+    "border:1px solid var(--mini-line);border-radius:.25rem;padding:.1rem .35rem;min-height:1.75rem;max-width:100%}"
     ".minillm-controls :focus-visible{outline:2px solid var(--mini-weights);outline-offset:2px}"
     ".minillm-live{position:absolute;width:1px;height:1px;overflow:hidden;clip-path:inset(50%);white-space:nowrap}"
     ".minillm-explorer{position:relative}"
@@ -194,7 +194,7 @@ class Explorer:
     @property
     def html(self) -> str:
         """The page's rendering: every frame while the book is built, else only the first."""
-        caption = f"<figcaption>{html.escape(self.caption)}</figcaption>" if self.caption else ""
+        caption = self.first.figcaption(self.caption)
         building = bool(os.environ.get(BUILDING))
         page = (
             f'<style>{style.CSS}{CSS}</style><figure class="minillm minillm-figure minillm-explorer">'

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import sys
+import textwrap
 from html import escape
 from pathlib import Path
 from types import ModuleType
@@ -54,7 +55,7 @@ class Source:
                 f"no source file for {thing!r}; pass a module, class or function that was written in Python"
             ) from error
         self.line = max(start, 1)
-        self.code = inspect.cleandoc("".join(lines)) if lines[0][:1].isspace() else "".join(lines)
+        self.code = textwrap.dedent("".join(lines))
         self.path = relative_path(target, file)
 
     @property
