@@ -21,7 +21,7 @@ from dataclasses import dataclass
 import matplotlib
 
 from minillm.lab import style
-from minillm.lab.notebooks import BUILDING
+from minillm.lab.pages import BUILDING
 from minillm.lab.tables import format_number
 
 MOST_FRAMES = 200

@@ -28,7 +28,7 @@ CSS = "".join(
     ",".join(f".minillm-source .{name}" for name in names.split(",")) + f"{{color:var(--mini-{token})}}"
     for names, token in SYNTAX.items()
 ) + (
-    ".minillm-source{margin:1rem 0}"
+    ".minillm-source{margin:1rem 0;padding:0}"
     ".minillm-source figcaption{margin:0 0 .3rem}"
     ".minillm-source .highlight{max-height:34rem;overflow:auto;margin:0;border:1px solid var(--mini-grid);"
     "border-radius:.25rem}"

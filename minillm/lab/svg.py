@@ -38,7 +38,7 @@ def to_svg(figure: Figure, *, prefix: str, colors: Mapping[str, str]) -> str:
     svg = re.sub(r"<svg[^>]*?viewBox=\"([^\"]*)\"[^>]*>", r'<svg viewBox="\1" fill="currentColor">', svg)
     svg = svg.replace("xlink:href", "href")
     svg = GEOMETRY.sub(lambda match: f'{match[1]}="{shorten(match[2])}"', svg)
-    svg = re.sub(r">\s+<", "><", svg)
+    svg = re.sub(r">\s*\n\s*<", "><", svg)  # a single space is a word's end in a formula
     svg = flow_math(svg)
     svg = FONT.sub("", svg)
     svg = HEX.sub(lambda match: colors.get(match[0], match[0]), svg)

@@ -27,6 +27,7 @@ CSS = (
     ".minillm-table th,.minillm-table td{padding:.35rem .6rem;border:0;border-bottom:1px solid var(--mini-grid);"
     "text-align:right;vertical-align:top;font-variant-numeric:tabular-nums;color:inherit;background:none}"
     ".minillm-table :is(th,td) b{font-weight:inherit;white-space:nowrap}"
+    ".minillm-table thead b{white-space:normal}"
     ".minillm-table :is(th,td) b.long{display:inline-block;white-space:normal;min-width:9em;max-width:22em}"
     ".minillm-table thead th{border-bottom:2px solid var(--mini-line);font-weight:600;vertical-align:bottom}"
     ".minillm-table tbody th,.minillm-table th.first{text-align:left}"
@@ -47,7 +48,7 @@ def format_number(value: float | int | str | None) -> str:
     if not math.isfinite(value):
         return str(value)
     if value == 0 or (isinstance(value, int) and abs(value) < 1e12):
-        return f"{value:,}"
+        return f"{int(value):,}"
     exponent = math.floor(math.log10(abs(float(f"{value:.2e}"))))
     if -4 <= exponent < 12:
         return f"{value:,.{max(0, 2 - exponent)}f}"

@@ -35,7 +35,6 @@ def waste(short: int, long: int, passes_until_dear: int) -> None:
         {
             first(1) - 1: "at that length it is still below ten times; for p = 1 the ratio is (n + 1) / 2",
             first(1) + 1: "one token earlier it is ten times already; for p = 1 the ratio is (n + 1) / 2",
-            20: "the token passes are n + n(n - 1)/2, and n are needed, since the last new token never goes in",
             WASTE: "that is for a very long prompt, where the ratio comes close to n",
         },
         unit="new tokens",
@@ -143,7 +142,9 @@ def right_attention(
     mine = owner[:, None] == owner[None, :]
     seen = {"leaking": seen, "all seen": mine}.get(wrong, seen & mine)
     q, k, v = (x.transpose(0, 1) for x in (q, k, v))
-    return F.scaled_dot_product_attention(q, k, v, attn_mask=seen, scale=scale).transpose(0, 1)
+    out = F.scaled_dot_product_attention(q, k, v, attn_mask=seen, scale=scale).transpose(0, 1)
+    # A softmax over nothing is not a number; PyTorch's function says 0 instead.
+    return out.masked_fill(~seen.any(-1)[:, None, None], float("nan"))
 
 
 def attention_cases(draw: Draw) -> Iterator[tuple]:
@@ -184,10 +185,10 @@ def right_nucleus(probs: torch.Tensor, top_p: float) -> torch.Tensor:
 
 
 def renormalized(probs: torch.Tensor, kept: torch.Tensor) -> torch.Tensor:
-    """`probs` at the places `kept`, 0 elsewhere, adding up to 1 where anything is kept."""
+    """`probs` at the places `kept`, 0 elsewhere, adding up to 1; NaN where nothing is kept."""
     result = torch.zeros_like(probs)
     result[kept] = probs[kept]
-    return result / result.sum() if len(kept) else result
+    return result / result.sum()
 
 
 def nucleus_cases(draw: Draw) -> Iterator[tuple]:
@@ -255,12 +256,12 @@ NUCLEUS_MISTAKES = {
         right_nucleus(probs, top_p) > 0, probs, 0.0
     ),
     "the values are in order of size; put each back at its own token": kept_in_order_of_size,
-    "tokens are taken from the least likely end: sort with descending=True": least_likely_first,
     "equal probabilities are kept or dropped together; cut by rank, so that as few as possible stay": (
         lambda probs, top_p: renormalized(
             probs, (probs >= probs[right_nucleus(probs, top_p) > 0].min()).nonzero()[:, 0]
         )
     ),
+    "tokens are taken from the least likely end: sort with descending=True": least_likely_first,
 }
 
 

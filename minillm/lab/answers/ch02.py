@@ -1,7 +1,8 @@
-"""Checks for the exercises of chapter 2: a bound, three regimes, the time of a step, the free batch."""
+"""Checks for the exercises of chapter 2: a bound, three regimes, the largest batch, the free batch."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping
 
 from minillm.config import ModelConfig
@@ -15,7 +16,6 @@ BILLION_WEIGHTS, CLAIMED_RATE = 7, 100
 CARD = Device.datasheet("RTX 4090")
 STARTING, BANDWIDTH, FLOPS = 10e-6, 1000e9, 100e12  # seconds, bytes a second, operations a second
 
-REGIMES = {"memory", "compute", "overhead"}
 # Bytes moved and operations done by each case of "Which regime?"; values take two bytes.
 OPERATIONS = {
     "a": (2 * 4096**2 + 2 * 2 * 4096, 2 * 4096**2),
@@ -24,6 +24,7 @@ OPERATIONS = {
     "d": (2 * 3 * 4096, 4096),
     "e": (2 * 4096**2 + 2 * 2 * 128 * 4096, 2 * 128 * 4096**2),
 }
+MOST = 500  # requests; no case of "The largest batch" has room and time for as many
 FREE = 1.5  # a batch is nearly free while its step takes at most this many times as long as that of batch 1
 
 
@@ -83,106 +84,89 @@ def bound(rate16: float, rate4: float, bandwidth: float, batch4: float) -> None:
 
 def regimes(answer: Mapping[str, str]) -> None:
     """Exercise "Which regime?": a regime for each of five operations."""
+    if answer is None or answer is ...:
+        raise checks.NotAnswered("not answered yet: regimes")
+    if not isinstance(answer, Mapping) or not set(OPERATIONS) <= set(answer):
+        raise checks.CheckFailed(f"regimes: expected a dict with the keys {', '.join(OPERATIONS)}, got {answer!r}")
     for letter, (moved, done) in OPERATIONS.items():
-        if isinstance(answer, Mapping) and letter in answer:
-            memory, compute = moved / BANDWIDTH, done / FLOPS
-            times = {"memory": memory, "compute": compute, "overhead": STARTING}
-            longest = max(times, key=times.get)
-            words = f"it moves {moved / 1e6:,.3g} MB and does {done / 1e9:,.3g} billion operations"
-            reasons = {regime: f"{words}; how long does each take, and which is longest?" for regime in times}
-            checks.choice(answer[letter], longest, reasons, name=f"operation {letter}")
-        elif answer is None or answer is ...:
-            raise checks.NotAnswered("not answered yet: regimes")
-        else:
-            raise checks.CheckFailed(f"regimes: expected a dict with the keys {', '.join(OPERATIONS)}, got {answer!r}")
+        times = {"memory": moved / BANDWIDTH, "compute": done / FLOPS, "overhead": STARTING}
+        words = f"it moves {moved / 1e6:,.3g} MB and does {done / 1e9:,.3g} billion operations"
+        reasons = dict.fromkeys(times, f"{words}; how long does each take, and which is longest?")
+        checks.choice(answer[letter], max(times, key=times.get), reasons, name=f"operation {letter}")
 
 
-def step_time(answer: Callable) -> None:
-    """Exercise "The time of a step": (config, device, batch, context) -> (seconds, "memory" or "compute")."""
-    build("step_time", answer, right_step_time, step_cases, STEP_MISTAKES, compare=close_enough)
+def largest_batch(answer: Callable) -> None:
+    """Exercise "The largest batch": (config, device, context, limit in seconds) -> (batch, "room" or "time")."""
+    build("largest_batch", answer, right_batch, batch_cases, BATCH_MISTAKES)
 
 
-def right_step_time(config: ModelConfig, device: Device, batch: int, context: int) -> tuple[float, str]:
-    """What the book's cost model says of a decode step in bfloat16."""
-    cost = decode_step(config, device, batch, context, "bfloat16")
-    return cost.time, "memory" if cost.memory_time > cost.compute_time else "compute"
+def right_batch(config: ModelConfig, device: Device, context: int, limit: float, *, wrong: str = "") -> tuple[int, str]:
+    """Requests that fit beside the weights and into a step of `limit` seconds; `wrong` names a slip to make."""
+    free = device.memory - (0 if wrong == "no weights" else config.weight_bytes("bfloat16"))
+    per_request = config.kv_bytes_per_token("bfloat16") * (context if wrong == "old tokens" else context + 1)
+    room = math.inf if wrong == "no room" else free // per_request
+    for batch in range(1 if wrong == "at least one" else 0, MOST):
+        if batch + 1 > room:
+            return batch, "room"
+        if wrong != "no time" and decode_step(config, device, batch + 1, context).time > limit:
+            return batch, "time"
+    return MOST, ""  # only a slip that drops a limit comes this far
 
 
-def close_enough(expected: tuple, given, *_: object) -> str | None:
-    """Within 2%: norms and the looked-up embedding rows may be counted or left out."""
-    return checks.difference(expected, given, 0.02)
+def batch_cases(draw: Draw) -> Iterator[tuple]:
+    """Stopped by room, by time at the memory clock and at the compute clock; by both, unlike; by either at once."""
+
+    def one(room: int, time: int, context: int, ridge: float = 300.0) -> tuple:
+        """A model and a device on which `room` requests fit, and `time` requests are quick enough."""
+        kv_heads, size, dim = draw.choice([2, 5, 8]), draw.choice([64, 80, 96]), 32 * draw.randrange(24, 60)
+        config = ModelConfig(
+            draw.randrange(32_000, 64_000), dim, draw.randrange(9, 32), draw.choice([1, 3]) * kv_heads, kv_heads, size,
+            3 * dim + draw.randrange(99), max_context=1 << 20, tie_embeddings=draw.random() < 0.5,
+        )  # fmt: skip
+        kept = (context + 1) * config.kv_bytes_per_token("bfloat16")
+        memory, bandwidth = config.weight_bytes("bfloat16") + (room + 0.5) * kept, draw.uniform(5e11, 5e12)
+        device = Device("drawn", bandwidth, {"bfloat16": ridge * bandwidth}, memory, "drawn", overhead=1e-4)
+        longer = decode_step(config, device, time + 1, context).time
+        shorter = decode_step(config, device, time, context).time if time else 0.0
+        limit = (shorter + longer) / 2
+        return config, device, context, limit
+
+    few, many = draw.randrange(3, 20), draw.randrange(25, 60)
+    yield one(few, many, draw.randrange(500, 2000))
+    yield one(many, few, draw.randrange(500, 2000))
+    yield one(few, 3 * many, 2)
+    yield one(2 * many, many, draw.randrange(20, 90), ridge=draw.uniform(5, 15))
+    yield one(0, many, draw.randrange(500, 2000))
+    yield one(many, 0, draw.randrange(500, 2000))
 
 
-def step_cases(draw: Draw) -> Iterator[tuple]:
-    """Odd shapes, tied and not, one request and many, empty context and long; no case near the crossover.
-
-    Five situations, each drawn until it is one: weights alone; keys and values as heavy as the weights, for one
-    request and for many; arithmetic the longer part; overhead the longest.
-    """
-
-    def one(batch, context, ridge, tied, overhead=0.05):
-        while True:
-            group, kv_heads, size = draw.choice([1, 3, 4]), draw.choice([2, 5, 8]), draw.choice([64, 80, 96])
-            dim = 32 * draw.randrange(24, 60)
-            config = ModelConfig(
-                draw.randrange(32_000, 64_000), dim, draw.randrange(9, 32), group * kv_heads, kv_heads, size,
-                3 * dim + draw.randrange(99), max_context=1 << 20, tie_embeddings=tied,
-            )  # fmt: skip
-            bandwidth = draw.uniform(5e11, 5e12)
-            work = config.weight_bytes("bfloat16") / bandwidth
-            device = Device(
-                "drawn", bandwidth, {"bfloat16": ridge * bandwidth}, 1e12, "drawn", overhead=overhead * work
-            )
-            seen = int(context * config.weight_bytes("bfloat16") / batch / config.kv_bytes_per_token("bfloat16"))
-            cost = decode_step(config, device, batch, seen)
-            if not 0.6 < cost.memory_time / cost.compute_time < 1.6:
-                return config, device, batch, seen
-
-    yield one(1, 0, draw.uniform(150, 300), tied=True)
-    yield one(1, 0, draw.uniform(150, 300), tied=False)
-    yield one(1, draw.uniform(0.8, 1.5), draw.uniform(400, 500), tied=True)
-    yield one(draw.randrange(5, 20), draw.uniform(0.8, 1.5), draw.uniform(400, 500), tied=False)
-    yield one(draw.randrange(60, 120), 0, draw.uniform(10, 30), tied=False)
-    yield one(draw.randrange(2, 9), 0.2, draw.uniform(200, 300), tied=True, overhead=3)
+def one_more(config: ModelConfig, device: Device, context: int, limit: float) -> tuple[int, str]:
+    """The first batch that does not work."""
+    batch, reason = right_batch(config, device, context, limit)
+    return batch + 1, reason
 
 
-def with_rule(
-    weights: float = 1, kv: Callable = lambda batch: batch, products: float = 1, embedding: bool = False,
-    overhead: float = 1, pairs: float = 1, both: Callable = max,
-) -> Callable:  # fmt: skip
-    """A step time with one rule changed: factors on its parts, requests whose cache is read, how two times combine."""
-
-    def mistake(config: ModelConfig, device: Device, batch: int, context: int) -> tuple[float, str]:
-        looked_up = 0 if config.tie_embeddings or embedding else config.vocab_size * config.dim
-        read = weights * 2 * (config.num_parameters() - looked_up)
-        read += kv(batch) * (context + 1) * config.kv_bytes_per_token("bfloat16")
-        attention = 4 * config.n_layers * config.q_dim * (context + 1)
-        done = batch * (products * config.flops_per_token(0) + pairs * attention)
-        memory, compute = read / device.bandwidth, done / device.peak("bfloat16")
-        return both(memory, compute) + overhead * device.overhead, "memory" if memory > compute else "compute"
-
-    return mistake
+def with_slip(slip: str) -> Callable:
+    """`right_batch` with one slip."""
+    return lambda *case: right_batch(*case, wrong=slip)
 
 
-STEP_MISTAKES = {
-    "memory and arithmetic overlap: the longer of the two counts, not their sum": with_rule(both=lambda a, b: a + b),
-    "the shorter of the two times is taken; the step ends with the longer one": with_rule(both=min),
-    "the device's overhead is missing: add it to the longer of the two times": with_rule(overhead=0),
-    "an untied input embedding is looked up, not read: leave out its vocab_size * dim weights": with_rule(
-        embedding=True
+def other_reason(*case) -> tuple[int, str]:
+    """The right batch, the wrong limit."""
+    batch, reason = right_batch(*case)
+    return batch, {"room": "time", "time": "room"}[reason]
+
+
+BATCH_MISTAKES = {
+    "where not even one request satisfies both limits, the answer is 0": with_slip("at least one"),
+    "that is the first batch that does not work; the largest that does is one less": one_more,
+    "the batch is right; name the limit that one request more would break": other_reason,
+    "after the step each request holds context + 1 tokens": with_slip("old tokens"),
+    "this batch does not fit: the memory must hold the weights, and the keys and values of every request": (
+        with_slip("no room")
     ),
-    "a bfloat16 weight takes two bytes": with_rule(weights=0.5),
-    "the weights are read once for the whole batch, not once for each request": lambda config, device, batch, context: (
-        with_rule(weights=batch)(config, device, batch, context)
-    ),
-    "the keys and values of the context are missing: each step reads them all": with_rule(kv=lambda batch: 0),
-    "each request has keys and values of its own: multiply their bytes by the batch": with_rule(kv=lambda batch: 1),
-    "the weights are used once for each request: multiply the operations by the batch": (
-        lambda config, device, batch, context: with_rule(products=1 / batch, pairs=1 / batch)(
-            config, device, batch, context
-        )
-    ),
-    "a multiply and an add count as two operations per weight": with_rule(products=0.5),
+    "this batch does not fit: the memory must hold the weights as well": with_slip("no weights"),
+    "this batch is too slow: ask for the time of a step of the whole batch": with_slip("no time"),
 }
 
 
@@ -197,6 +181,7 @@ def free_batch(seconds: Mapping[int, float], largest: int, speedup: float) -> No
             f"largest: {largest!r} is not right; your steps took, as multiples of that of batch 1, {measured}. "
             f"Take the largest batch with at most {FREE:g}"
         )
+    print(f"✓ largest: {largest}")
     gain = largest * seconds[1] / seconds[largest]
     work_out(
         "speedup",

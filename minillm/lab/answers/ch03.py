@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 
 from minillm.lab.answers import build, work_out
-from minillm.lab.checks import Draw, choice
+from minillm.lab.checks import CheckFailed, Draw, choice
 
 # Conditions of "Room on a card". The exercise states them in words, and a test compares.
 LAYERS, HEADS, KV_HEADS, HEAD_DIM = 32, 32, 8, 128
@@ -48,15 +48,16 @@ def room(grouped: float, full: float, sequences: float, sequences_full: float) -
         ("sequences_full", sequences_full, ratio * per_token),
     ):
         fit = left / (TOKENS * size)
+        if isinstance(answer, float) and not answer.is_integer():
+            raise CheckFailed(f"{name}: {answer:,.6g} is not right; only whole sequences count: round down")
         work_out(
             name,
             answer,
             int(fit),
             {
                 int(fit) + 1: "that many do not fit: round down",
-                fit: "only whole sequences count: round down",
                 int(MEMORY_GB * 1e9 / (TOKENS * size)): "the weights need their place first",
-                int(left / size): "that many tokens fit; a sequence has 4,096 of them",
+                int(left / size): f"that many tokens fit; a sequence has {TOKENS:,} of them",
             },
             unit="sequences",
             tolerance=1e-6,
@@ -107,8 +108,9 @@ def right_decode(
 
 def decode_cases(draw: Draw) -> Iterator[tuple]:
     """One sequence, then several of unlike lengths, empty and full ones among them; unwritten slots are NaN."""
-    for lengths, kv_heads, group in [([2], 2, 2), ([0], 1, 3), ([3, 1], 1, 1), ([0, 5, 2], 2, 3), ([4, 4, 1, 7], 3, 2)]:
-        size, capacity = draw.choice([3, 5, 8]), max(lengths) + draw.choice([1, 3])
+    shapes = [([2], 2, 2, 3), ([0], 1, 3, 2), ([3, 1], 1, 1, 1), ([0, 5, 2], 2, 3, 2), ([4, 4, 1, 7], 3, 2, 1)]
+    for lengths, kv_heads, group, spare in shapes:
+        size, capacity = draw.choice([3, 5, 8]), max(lengths) + spare
         q = draw.tensor(len(lengths), kv_heads * group, size, dtype=torch.float64)
         k, v = (draw.tensor(len(lengths), kv_heads, size, dtype=torch.float64) for _ in range(2))
         stored = [draw.tensor(len(lengths), kv_heads, capacity, size, dtype=torch.float64) for _ in range(2)]
@@ -120,13 +122,6 @@ def decode_cases(draw: Draw) -> Iterator[tuple]:
 def decode_slip(slip: str) -> Callable:
     """`right_decode` with one slip."""
     return with_storage(lambda *case: right_decode(*case, wrong=slip))
-
-
-def unmasked_values(q, k, v, keys, values, lengths) -> torch.Tensor:
-    """Scores masked, values not: a weight of zero still multiplies what was never written."""
-    right = right_decode(q, k, v, keys, values, lengths)
-    read = values[:, :, : max(lengths) + 1].isnan().any(2)  # [S, n_kv_heads, D]
-    return right.masked_fill(read.repeat_interleave(q.shape[1] // k.shape[1], 1), float("nan"))
 
 
 def rebound(q, k, v, keys, values, lengths) -> torch.Tensor:
@@ -142,11 +137,9 @@ DECODE_MISTAKES = {
     "the new token is stored one slot too far: with n stored tokens, slots 0 to n - 1 are taken": decode_slip("late"),
     "the new token overwrites the last stored one: with n stored tokens, slot n is the next": decode_slip("early"),
     "the new token sees itself too: attend over lengths[s] + 1 tokens": decode_slip("old only"),
+    "a sequence reads as far as the longest, where nothing was written for it; masking the scores alone does not keep "
+    "that out, as a weight of zero times NaN is NaN": decode_slip("longest"),
     "slots beyond a sequence's own length are read; what stands there was never written": decode_slip("whole"),
-    "every sequence reads as far as the longest; each has a length of its own": decode_slip("longest"),
-    "a weight of zero times NaN is NaN: masking the scores does not keep unwritten values out": with_storage(
-        unmasked_values
-    ),
     "the output is right, but the new keys and values are not in `keys` and `values` after the call": with_storage(
         rebound
     ),

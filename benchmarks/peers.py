@@ -1,0 +1,136 @@
+"""Other engines, behind the same two calls as ours: `fill` a cache with a prompt, then `decode` a number of steps.
+
+Both are optional: what is not installed raises ImportError, and the benchmark says so and goes on.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+import os
+import tempfile
+import time
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from minillm.model import Transformer
+from minillm.weights import save_model
+
+
+class Transformers:
+    """`generate` of Hugging Face `transformers`, greedy, with its default cache and attention."""
+
+    def __init__(self, model: Transformer):
+        os.environ.setdefault("HF_HUB_OFFLINE", "1")
+        from transformers import AutoModelForCausalLM
+
+        with tempfile.TemporaryDirectory() as folder:
+            save_model(model, folder, model.dtype)
+            peer = AutoModelForCausalLM.from_pretrained(folder, dtype=model.dtype)
+        for parameter in peer.parameters():
+            parameter.data = parameter.data.clone()  # out of the file, into memory like ours
+        self.model = peer.to(model.device).eval()
+        self.model.generation_config.eos_token_id = None  # every sequence makes all its tokens
+        self.model.generation_config.pad_token_id = 0
+
+    @torch.inference_mode()
+    def fill(self, prompt: list[int], batch: int, steps: int) -> None:
+        """As `MiniLLM.fill`, in the peer's own cache."""
+        self.prompt = torch.tensor([prompt] * batch, device=self.model.device)
+        self.cache = self.model(self.prompt[:1, :-1], use_cache=True).past_key_values
+        self.cache.batch_repeat_interleave(batch)
+
+    @torch.inference_mode()
+    def decode(self, steps: int) -> tuple[float, list[list[int]]]:
+        """As `MiniLLM.decode`."""
+        cache, clock = copy.deepcopy(self.cache), Clock()
+        made = self.model.generate(
+            self.prompt, attention_mask=torch.ones_like(self.prompt), past_key_values=cache, streamer=clock,
+            do_sample=False, use_cache=True, min_new_tokens=steps + 1, max_new_tokens=steps + 1,
+        )  # fmt: skip
+        return clock.times[-1] - clock.times[1], made[:, self.prompt.shape[1] :].tolist()
+
+
+class Clock:
+    """A streamer for `generate`: notes when the prompt, then each step's tokens, reach the host."""
+
+    def __init__(self):
+        self.times: list[float] = []
+
+    def put(self, tokens) -> None:
+        self.times.append(time.perf_counter())
+
+    def end(self) -> None:
+        pass
+
+
+class LlamaCpp:
+    """llama.cpp through `llama-cpp-python`, reading the GGUF file as it is: 4-bit weights stay in 4 bits.
+
+    Keys and values are kept in float16, its default, and every sequence has its own copy, as in ours.
+    """
+
+    def __init__(self, file: Path, threads: int):
+        import llama_cpp
+
+        self.lib, self.threads = llama_cpp, threads
+        self.silence = llama_cpp.llama_log_callback(lambda *_: None)  # kept: a callback must outlive its use
+        llama_cpp.llama_log_set(self.silence, None)
+        self.model = llama_cpp.llama_model_load_from_file(str(file).encode(), llama_cpp.llama_model_default_params())
+        if not self.model:
+            raise ValueError(f"llama.cpp cannot load {file}")
+        self.vocab_size = llama_cpp.llama_vocab_n_tokens(llama_cpp.llama_model_get_vocab(self.model))
+        self.weight_bytes = llama_cpp.llama_model_size(self.model)
+        self.context = None
+
+    def fill(self, prompt: list[int], batch: int, steps: int) -> None:
+        """As ours: the prompt without its last token goes through the model once and is copied to each sequence."""
+        lib, self.length, self.last = self.lib, len(prompt) - 1, prompt[-1]
+        self.close()
+        options = lib.llama_context_default_params()
+        options.n_seq_max, options.kv_unified = batch, False
+        options.n_ctx = batch * 256 * math.ceil((self.length + steps + 1) / 256)  # it rounds each one's part up to 256
+        options.n_batch = options.n_ubatch = max(self.length, batch)
+        options.n_threads = options.n_threads_batch = self.threads
+        self.context = lib.llama_init_from_model(self.model, options)
+        if not self.context:
+            raise ValueError(f"llama.cpp refuses a context of {options.n_ctx} tokens")
+        self.memory = lib.llama_get_memory(self.context)
+        self.step(prompt[:-1], range(self.length), [0] * self.length, wanted=False)
+        for sequence in range(1, batch):
+            lib.llama_memory_seq_cp(self.memory, 0, sequence, -1, -1)
+        self.batch = batch
+
+    def decode(self, steps: int) -> tuple[float, list[list[int]]]:
+        """As ours: greedy, timed from the first step's tokens to the last step's."""
+        tokens, sequences, made = [self.last] * self.batch, range(self.batch), []
+        for sequence in sequences:
+            self.lib.llama_memory_seq_rm(self.memory, sequence, self.length, -1)
+        for step in range(steps + 1):
+            if step == 1:
+                began = time.perf_counter()
+            self.step(tokens, [self.length + step] * self.batch, sequences)
+            logits = self.lib.llama_get_logits(self.context)
+            tokens = np.ctypeslib.as_array(logits, (self.batch, self.vocab_size)).argmax(1).tolist()
+            made.append(tokens)
+        return time.perf_counter() - began, list(map(list, zip(*made, strict=True)))
+
+    def step(self, tokens, positions, sequences, wanted: bool = True) -> None:
+        """One pass over a flat run of tokens; logits of all rows if `wanted`."""
+        run = self.lib.llama_batch_init(len(tokens), 0, 1)
+        run.n_tokens = len(tokens)
+        for i, (token, position, sequence) in enumerate(zip(tokens, positions, sequences, strict=True)):
+            run.token[i], run.pos[i], run.logits[i] = token, position, wanted
+            run.n_seq_id[i], run.seq_id[i][0] = 1, sequence
+        failed = self.lib.llama_decode(self.context, run)
+        self.lib.llama_batch_free(run)
+        if failed:
+            raise RuntimeError(f"llama_decode returned {failed}")
+
+    def close(self) -> None:
+        """Free the memory of the last setting."""
+        if self.context:
+            self.lib.llama_free(self.context)
+        self.context = None
