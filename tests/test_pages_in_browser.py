@@ -141,12 +141,15 @@ CONTRAST = """() => {
   return [...new Set(faults)];
 }"""
 
-# Pictures without a name for who cannot see them; a name that is a file's is none.
+# Pictures without a name for who cannot see them; a name that is a file's is none. An icon in a control that has
+# words of its own needs no more.
 SILENT = """() => [...document.querySelectorAll('img, svg, canvas, [role=img]')].filter(element => {
   if (element.closest('[aria-hidden=true]') || element.parentElement.closest('svg, [role=img]')) return false;
   const name = element.getAttribute('aria-label') ?? element.getAttribute('alt') ??
     element.querySelector(':scope > title')?.textContent;
-  const decoration = element.getAttribute('alt') === '' && element.tagName === 'IMG';
+  const control = element.closest('a, button, summary');
+  const decoration = element.getAttribute('alt') === '' && element.tagName === 'IMG' ||
+    control && (control.textContent.trim() || control.getAttribute('aria-label') || control.title);
   return !decoration && (!name?.trim() || /\\.(svg|png|jpe?g|webp)$/.test(name));
 }).map(element => element.outerHTML.slice(0, 120))"""
 
@@ -373,12 +376,14 @@ def test_faint_text_is_noticed(browser, body, faults, tmp_path):
         (SILENT, "<svg><path d='M0 0'/></svg>"),
         (SILENT, "<svg aria-label=' '><title>hidden by an empty label</title></svg>"),
         (SILENT, "<canvas></canvas>"),
+        (SILENT, "<button><svg></svg></button>"),
     ],
 )
 def test_what_a_page_must_not_have_is_noticed(browser, check, body, tmp_path):
     harmless = (
         "<div style='overflow-x:auto'><p style='width:600px'>wide</p></div><img src='data:,' alt='Time grows'>"
         "<svg aria-label='Time grows'><g/></svg><svg><title>Time</title></svg><b aria-hidden='true'><svg></svg></b>"
+        "<button><svg></svg>Show</button><img src='data:,' alt=''>"
     )
     with opened(browser, written(tmp_path, harmless, "dark"), "dark") as (tab, _):
         assert not tab.evaluate(check)
