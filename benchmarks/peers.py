@@ -10,6 +10,7 @@ import math
 import os
 import tempfile
 import time
+import warnings
 from pathlib import Path
 
 import numpy as np
@@ -24,8 +25,10 @@ class Transformers:
 
     def __init__(self, model: Transformer):
         os.environ.setdefault("HF_HUB_OFFLINE", "1")
-        from transformers import AutoModelForCausalLM
+        from transformers import AutoModelForCausalLM, logging
 
+        logging.set_verbosity_error()
+        logging.disable_progress_bar()
         with tempfile.TemporaryDirectory() as folder:
             save_model(model, folder, model.dtype)
             peer = AutoModelForCausalLM.from_pretrained(folder, dtype=model.dtype)
@@ -46,10 +49,12 @@ class Transformers:
     def decode(self, steps: int) -> tuple[float, list[list[int]]]:
         """As `MiniLLM.decode`."""
         cache, clock = copy.deepcopy(self.cache), Clock()
-        made = self.model.generate(
-            self.prompt, attention_mask=torch.ones_like(self.prompt), past_key_values=cache, streamer=clock,
-            do_sample=False, use_cache=True, min_new_tokens=steps + 1, max_new_tokens=steps + 1,
-        )  # fmt: skip
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)  # the newest release would call it `cache`
+            made = self.model.generate(
+                self.prompt, attention_mask=torch.ones_like(self.prompt), past_key_values=cache, streamer=clock,
+                do_sample=False, use_cache=True, max_new_tokens=steps + 1,
+            )  # fmt: skip
         return clock.times[-1] - clock.times[1], made[:, self.prompt.shape[1] :].tolist()
 
 

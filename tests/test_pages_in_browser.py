@@ -584,7 +584,12 @@ def test_in_jupyterlab_the_explorer_of_a_chapter_follows_its_slider(browser, tmp
         def frame() -> tuple:
             return picture.get_attribute("aria-label"), picture.inner_html()
 
-        until(ran, 180, lambda: f"no explorer in cell {index}; in view:\n{tab.locator('.jp-Notebook').inner_text()}")
+        def state() -> str:
+            waiting = tab.locator(".jp-InputPrompt", has_text="[*]").count()
+            errors = tab.locator("[data-mime-type='application/vnd.jupyter.error']").all_inner_texts()
+            return f"no explorer in cell {index}; {waiting} cells have not run; errors in view: {errors}"
+
+        until(ran, 180, state)
         frames = [frame()]
         slider.focus()
         for key in ("ArrowRight", "ArrowLeft"):
