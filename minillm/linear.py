@@ -18,9 +18,10 @@ PACKED_FOR = 32  # rows that the packed order is chosen for; it serves any numbe
 class Linear(nn.Module):
     """y = x Wᵀ + b, with `weight` [out_features, in_features] and `bias` [out_features] or None.
 
-    In float32 on a CPU, the first product of two or more rows with frozen weights makes a packed copy of them, as
-    large again, which later ones use. It is made anew when the weights change, except behind autograd's back
-    (`weight.data`). Weights in training, and everything else, go through `F.linear`. Where memory is short,
+    Frozen weights in float32 on a CPU are rearranged by the first product. The parameter keeps its shape and values,
+    but is stored column by column, which is the faster order for one row. For two or more rows there is a packed
+    copy, as large again. It is made anew when the weights change, except behind autograd's back (`weight.data`).
+    Weights in training, and everything else, go through `F.linear` as they are. Where memory is short,
     `Linear.packing = False` does without the copies.
     """
 
@@ -34,16 +35,19 @@ class Linear(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x [..., in_features] -> [..., out_features]."""
-        packed = self._packed_weight(x) if x.numel() > x.shape[-1] else None
-        if packed is None:
-            return F.linear(x, self.weight, self.bias)
-        return packed_linear(x, packed, self.bias)
+        weight, packed = self.weight, None
+        if weight.requires_grad:
+            self._packed = None  # training is about to change it; a fused optimizer does so without a new version
+        elif weight.device.type == "cpu" and weight.dtype == torch.float32 and not torch.compiler.is_compiling():
+            if weight.stride(0) != 1:
+                store_by_column(weight)
+            if x.numel() > x.shape[-1]:
+                packed = self._packed_weight(x)
+        return F.linear(x, weight, self.bias) if packed is None else packed_linear(x, packed, self.bias)
 
     def _packed_weight(self, x: torch.Tensor) -> torch.Tensor | None:
         weight = self.weight
-        if weight.requires_grad:
-            self._packed = None  # training is about to change it; a fused optimizer does so without a new version
-        if not self.packing or weight.requires_grad or weight.is_inference() or torch.compiler.is_compiling():
+        if not self.packing or weight.is_inference():  # such a tensor has no version
             return None
         if x.dtype != weight.dtype or (x.requires_grad and torch.is_grad_enabled()):
             return None  # a packed product has no gradient
@@ -63,6 +67,15 @@ class Linear(nn.Module):
         """Shown by `print(model)`."""
         out_features, in_features = self.weight.shape
         return f"{in_features} -> {out_features}{', bias' if self.bias is not None else ''}"
+
+
+def store_by_column(weight: torch.Tensor) -> None:
+    """Turn the memory of `weight` [out_features, in_features]: shape and values stay, stride(0) becomes 1.
+
+    F.linear then runs as x @ Wt with Wt stored [in_features, out_features].
+    """
+    with torch.inference_mode(weight.is_inference()):  # the memory must be of the parameter's own kind
+        weight.data = weight.detach().t().contiguous().t()
 
 
 def pack(weight: torch.Tensor) -> torch.Tensor | None:

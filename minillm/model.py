@@ -54,8 +54,12 @@ class RotaryEmbedding(nn.Module):
         return self
 
     def forward(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """positions [T] -> cosines and sines, each [T, 1, head_dim/2], to broadcast over heads."""
-        return self.table[positions].unsqueeze(1).chunk(2, dim=-1)
+        """positions [T] -> cosines and sines for `rotate`, each [T, 1, head_dim], to broadcast over heads.
+
+        Once per step, for all layers: repeated for both halves of a head, and the first half's sines negated.
+        """
+        cos, sin = self.table[positions].unsqueeze(1).chunk(2, dim=-1)
+        return torch.cat((cos, cos), dim=-1), torch.cat((-sin, sin), dim=-1)
 
 
 def scale_frequencies(inv_freq: torch.Tensor, scaling: RopeScaling) -> torch.Tensor:
@@ -67,9 +71,12 @@ def scale_frequencies(inv_freq: torch.Tensor, scaling: RopeScaling) -> torch.Ten
 
 
 def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """Turn each pair of x [T, heads, head_dim] by its position's angle; computed in float32 or wider."""
-    first, second = x.chunk(2, dim=-1)
-    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x.dtype)
+    """Turn each pair of x [T, heads, head_dim] by its position's angle; computed in float32 or wider.
+
+    Pair (a, b) becomes (a cos - b sin, b cos + a sin): x times cosines, plus x with its halves swapped times sines.
+    """
+    swapped = x.roll(x.shape[-1] // 2, dims=-1)
+    return torch.addcmul(x * cos, swapped, sin).to(x.dtype)
 
 
 class Attention(nn.Module):

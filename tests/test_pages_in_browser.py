@@ -518,6 +518,7 @@ def jupyterlab(folder: Path):
     """JupyterLab on 127.0.0.1 with `folder` as its root and nothing of the user's settings: yields (address, token).
 
     At the end the server is asked to stop, which stops its kernels; a kernel whose server is gone stops by itself.
+    Should this process be killed, kernel and server end after five minutes without work.
     """
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -529,6 +530,8 @@ def jupyterlab(folder: Path):
     command = [sys.executable, "-m", "jupyterlab", "--no-browser", "--ip=127.0.0.1", f"--port={port}", "--allow-root"]
     command += ["--ServerApp.port_retries=0", "--LabApp.news_url=None", "--LabApp.extension_manager=readonly"]
     command += ["--LabApp.check_for_updates_class=jupyterlab.NeverCheckForUpdate", f"--ServerApp.root_dir={folder}"]
+    command += ["--ServerApp.shutdown_no_activity_timeout=300", "--MappingKernelManager.cull_idle_timeout=300"]
+    command += ["--MappingKernelManager.cull_connected=True"]
     with (folder / "server.log").open("w") as log:
         server = subprocess.Popen(command, env=environment, stdout=log, stderr=log, cwd=folder)
     try:
@@ -571,7 +574,7 @@ def test_in_jupyterlab_the_explorer_of_a_chapter_follows_its_slider(browser, tmp
         tab = context.new_page()
         trouble = watch(tab, (address, address.replace("http", "ws"), "data:", "blob:"))
         tab.goto(f"{address}/lab/tree/{CHAPTER.name}?token={token}")
-        tab.locator(".jp-Notebook-ExecutionIndicator[data-status=idle]").wait_for()
+        tab.get_by_text("Python 3 (ipykernel) | Idle").wait_for()  # before there is a kernel, "Run" does nothing
         tab.get_by_role("menuitem", name="Run", exact=True).click()
         tab.get_by_role("menuitem", name="Run All Cells", exact=True).click()
         cell = tab.locator(f'.jp-Cell[data-windowed-list-index="{index}"]')

@@ -83,8 +83,9 @@ public domain, the package under the MIT licence. Of each 20 chapters one is kep
 (`validation.txt`) and one for test (`test.txt`); neither the models nor the tokenizer saw them. Windows of
 {context} tokens do not overlap, so the first tokens of each are guessed with little to go by.
 
-**Licence.** The weights are this project's, under its licence. **Limits.** Not for any use but teaching:
-the models know six novels and nothing else, and repeat themselves when decoded greedily.
+**Licence.** The weights are made from text in the public domain and carry no conditions of their own (CC0 1.0).
+**Limits.** Not for any use but teaching: the models know six novels and nothing else, and repeat themselves
+when decoded greedily.
 
 **Made by** `python -m minillm.checkpoints.train` (see there), float32 on two CPU cores, stored in float16.
 

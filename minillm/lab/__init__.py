@@ -13,6 +13,7 @@ import torch
 from minillm.config import ModelConfig
 from minillm.lab import checks, style, tables, timing
 from minillm.lab.explore import choice, explore, slider
+from minillm.lab.live import LiveText
 from minillm.lab.source import show_source
 from minillm.lab.tables import Row, predicted_vs_measured, recorded, table
 from minillm.lab.timing import compare, format_seconds, measure
@@ -20,6 +21,7 @@ from minillm.model import Transformer
 
 __all__ = [
     "Lab",
+    "LiveText",
     "Row",
     "checks",
     "choice",
