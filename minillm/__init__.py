@@ -1,5 +1,8 @@
 """minillm: an engine that serves language models, built chapter by chapter in the book of the same name."""
 
 from minillm.config import ModelConfig
+from minillm.sampling import SamplingParams
+from minillm.tokenizer import load_tokenizer
+from minillm.weights import load_model
 
-__all__ = ["ModelConfig"]
+__all__ = ["ModelConfig", "SamplingParams", "load_model", "load_tokenizer"]
