@@ -574,10 +574,13 @@ def test_in_jupyterlab_the_explorer_of_a_chapter_follows_its_slider(browser, tmp
         tab = context.new_page()
         trouble = watch(tab, (address, address.replace("http", "ws"), "data:", "blob:"))
         tab.goto(f"{address}/lab/tree/{CHAPTER.name}?token={token}")
-        tab.get_by_text("Python 3 (ipykernel) | Idle").wait_for()  # before there is a kernel, "Run" does nothing
+        # "Run All Cells" runs nothing before all cells are there and the kernel is.
+        cell = tab.locator(f'.jp-Cell[data-windowed-list-index="{index}"]')
+        tab.locator(f'.jp-Cell[data-windowed-list-index="{len(cells) - 1}"]').wait_for(state="attached")
+        tab.get_by_text("Python 3 (ipykernel) | Idle").wait_for()
         tab.get_by_role("menuitem", name="Run", exact=True).click()
         tab.get_by_role("menuitem", name="Run All Cells", exact=True).click()
-        cell = tab.locator(f'.jp-Cell[data-windowed-list-index="{index}"]')
+        cell.locator(".jp-InputPrompt", has_text=re.compile(r"\[(\*|\d+)\]")).wait_for(state="attached")
         slider, picture = cell.get_by_role("slider").first, cell.locator(".minillm-explorer svg[role=img]")
 
         def ran() -> bool:
