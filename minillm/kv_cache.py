@@ -64,6 +64,8 @@ class ContiguousCache:
 
     def truncate(self, sequence: int, length: int) -> None:
         """Forget the tokens of one sequence from `length` on. Raises ValueError if it holds fewer."""
+        if not 0 <= sequence < len(self.lengths):
+            raise ValueError(f"there is no sequence {sequence}: this cache holds {len(self.lengths)}")
         if not 0 <= length <= self.lengths[sequence]:
             raise ValueError(f"cannot truncate sequence {sequence} of {self.lengths[sequence]} tokens to {length}")
         self.lengths[sequence] = length
@@ -75,8 +77,11 @@ class ContiguousCache:
 
 
 class ContiguousView:
-    """One step over a `ContiguousCache`. Lengths grow when the last layer has stored its part, so a pass that
-    fails half-way leaves the cache as it was."""
+    """One step over a `ContiguousCache`.
+
+    Lengths grow when the last layer has stored its part. A pass that fails before that leaves the cache as it
+    was. One that fails later (in the sampler, say) leaves its tokens counted: `truncate` to the old length first.
+    """
 
     def __init__(self, cache: ContiguousCache, counts: list[int]):
         self.cache = cache
@@ -90,6 +95,10 @@ class ContiguousView:
         """
         if sum(self.counts) != q.shape[0]:
             raise ValueError(f"counts {self.counts} add up to {sum(self.counts)}, but the run has {q.shape[0]} tokens")
+        if self.starts != self.cache.lengths:
+            raise ValueError(
+                f"this view began at lengths {self.starts}, the cache is at {self.cache.lengths}: make a new one"
+            )
         keys, values = self.cache.k[layer], self.cache.v[layer]
         if max(self.counts) == 1 and len(set(self.starts)) == 1 and min(self.counts) == 1:
             out = self.decode_together(keys, values, q, k, v)
@@ -132,7 +141,9 @@ def chunk_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.
     count, end = q.shape[2], k.shape[2]
     if count == end:
         return causal_attention(q, k, v)
-    mask = torch.ones(count, end, dtype=torch.bool, device=q.device).tril(end - count)
+    mask = None  # a single new token sees everything
+    if count > 1:
+        mask = torch.ones(count, end, dtype=torch.bool, device=q.device).tril(end - count)
     return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=q.shape[1] != k.shape[1])
 
 
@@ -140,7 +151,8 @@ def chunk_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.
 def stream(model: Transformer, prompt_ids: Sequence[int], params: SamplingParams, tokenizer=None) -> Iterator[int]:
     """Yield new tokens as they are made: the prompt goes through the model once, then one token at a time.
 
-    The same tokens as `naive.stream`, with the same arguments and errors.
+    The same tokens as `naive.stream` (up to near-ties, since sums are rounded in another order), with the same
+    arguments and errors.
     """
     check_prompt(prompt_ids, params, model.config)
     stop = StopCondition(params, model.config.eos_token_ids, tokenizer)

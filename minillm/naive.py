@@ -30,6 +30,8 @@ class NoCache:
         lengths = [q.shape[0]] if self.lengths is None else self.lengths
         if sum(lengths) != q.shape[0]:
             raise ValueError(f"lengths {lengths} add up to {sum(lengths)}, but the run has {q.shape[0]} tokens")
+        if not lengths:
+            return torch.empty_like(q)
         if len(set(lengths)) == 1:  # a rectangle: one batched product
             q, k, v = (x.unflatten(0, (len(lengths), lengths[0])).transpose(1, 2) for x in (q, k, v))
             return causal_attention(q, k, v).transpose(1, 2).flatten(0, 1)
@@ -53,6 +55,7 @@ def check_prompt(prompt_ids: Sequence[int], params: SamplingParams, config: Mode
             raise ValueError(
                 f"prompt_ids[{position}] is {token}, outside the vocabulary of 0 to {config.vocab_size - 1}"
             )
+    # The last new token is never fed back, so one position less would do. We count it, as serving systems do.
     if len(prompt_ids) + params.max_tokens > config.max_context:
         room = config.max_context - len(prompt_ids)
         raise ValueError(

@@ -118,7 +118,7 @@ DATASHEETS = {
 
 @dataclass(frozen=True)
 class StepCost:
-    """What one step moves and computes, and how long it must take.
+    """What one step moves and computes, and how long it should take (a bound where the device's overhead is 0).
 
     `weight_bytes` and `kv_bytes` in bytes, `flops` in operations, the three times in seconds.
     """

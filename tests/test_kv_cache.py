@@ -121,6 +121,8 @@ def test_truncate_forgets_the_tail(model):
     torch.testing.assert_close(out, whole(model, first[:5] + second)[5:], rtol=1e-9, atol=1e-9)
     with pytest.raises(ValueError, match="17 tokens to 18"):
         cache.truncate(0, 18)
+    with pytest.raises(ValueError, match="no sequence -1"):
+        cache.truncate(-1, 0)
 
 
 def test_a_failed_pass_leaves_the_lengths(model):
@@ -130,6 +132,15 @@ def test_a_failed_pass_leaves_the_lengths(model):
     q, k = torch.randn(2, 6, 10).double(), torch.randn(2, 2, 10).double()
     view.attend(0, q, k, k)
     assert cache.lengths == [0]
+
+
+def test_a_spent_view_is_refused(model):
+    """A view serves one pass; used again, it would overwrite what the pass has stored."""
+    cache = poisoned()
+    view = cache.view([2])
+    model(torch.tensor([1, 2]), torch.tensor([0, 1]), view)
+    with pytest.raises(ValueError, match=r"began at lengths \[0\], the cache is at \[2\]"):
+        model(torch.tensor([3, 4]), torch.tensor([2, 3]), view)
 
 
 def test_what_does_not_fit_is_refused():

@@ -581,7 +581,7 @@ def test_in_jupyterlab_the_explorer_of_a_chapter_follows_its_slider(browser, tmp
         tab.get_by_role("menuitem", name="Run", exact=True).click()
         tab.get_by_role("menuitem", name="Run All Cells", exact=True).click()
         cell.locator(".jp-InputPrompt", has_text=re.compile(r"\[(\*|\d+)\]")).wait_for(state="attached")
-        slider, picture = cell.get_by_role("slider").first, cell.locator(".minillm-explorer svg[role=img]")
+        slider, picture = cell.get_by_role("slider").first, cell.locator(".minillm-figure svg[role=img]")
 
         def ran() -> bool:
             cell.scroll_into_view_if_needed()  # JupyterLab attaches the output of a cell when it comes into view
