@@ -6,9 +6,11 @@ dozen integers before a single weight is read. This module does that, with no te
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 
 BITS = {"float64": 64, "float32": 32, "bfloat16": 16, "float16": 16, "int8": 8, "int4": 4}
+LONGEST_CONTEXT = 2**24  # positions that float32 can tell apart
 SCALE_GROUP = 128  # weights that share one 16-bit scale when they are stored in 4 bits
 
 
@@ -61,8 +63,17 @@ class ModelConfig:
     def __post_init__(self):
         for name in ("vocab_size", "dim", "n_layers", "n_heads", "n_kv_heads", "head_dim", "ffn_dim", "max_context"):
             value = getattr(self, name)
-            if not isinstance(value, int) or value < 1:
+            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
                 raise ValueError(f"{name} must be a positive integer, got {value!r}")
+        for name in ("rope_theta", "norm_eps"):
+            value = getattr(self, name)
+            if not isinstance(value, (int, float)) or not 0 < value < math.inf:
+                raise ValueError(f"{name} must be a positive number, got {value!r}")
+        ids = self.eos_token_ids
+        if not isinstance(ids, tuple) or not all(type(i) is int and i >= 0 for i in ids):
+            raise ValueError(f"eos_token_ids must be a tuple of token ids (integers from 0), got {ids!r}")
+        if self.max_context > LONGEST_CONTEXT:
+            raise ValueError(f"max_context must be at most {LONGEST_CONTEXT:,}, got {self.max_context:,}")
         if self.n_heads % self.n_kv_heads:
             raise ValueError(
                 f"n_heads ({self.n_heads}) must be a multiple of n_kv_heads ({self.n_kv_heads}): "
@@ -105,8 +116,10 @@ class ModelConfig:
         """Operations (a multiply and an add count as two) to process one token.
 
         Two per weight of every matrix product, plus two products of attention with `context` keys and
-        values. Looking up the input embedding is a copy and costs none.
+        values. Looking up the input embedding is a copy and costs none. Raises ValueError for a negative context.
         """
+        if not context >= 0:
+            raise ValueError(f"context must be 0 or more, got {context}")
         embedding = 0 if self.tie_embeddings else self.vocab_size * self.dim
         return 2 * (self.num_parameters() - embedding) + 4 * self.n_layers * self.q_dim * context
 
@@ -117,7 +130,7 @@ class ModelConfig:
     @staticmethod
     def preset(name: str) -> ModelConfig:
         """A named shape; raises ValueError that lists the names."""
-        if name not in PRESETS:
+        if not isinstance(name, str) or name not in PRESETS:
             raise ValueError(f"unknown preset {name!r}; there are {', '.join(sorted(PRESETS))}")
         return PRESETS[name]
 

@@ -68,7 +68,7 @@ class Fields:
 
 def hugging_face_config(folder: Path) -> ModelConfig:
     """The shape of a Llama, Qwen2 or Qwen3 model, from config.json and generation_config.json."""
-    fields = Fields(folder / "config.json", _read_json(folder / "config.json"))
+    fields = Fields(folder / "config.json", read_json(folder / "config.json"))
     kind = fields.get("model_type", str)
     fields.allow("model_type", *ARCHITECTURES)
     fields.allow("architectures", [ARCHITECTURES[kind]])
@@ -106,7 +106,7 @@ def hugging_face_tensors(folder: Path, config: ModelConfig) -> dict[str, StoredT
     if single.exists():
         tensors = _safetensors(single)
     elif index.exists():
-        where = Fields(index, _read_json(index)).get("weight_map", dict)
+        where = Fields(index, read_json(index)).get("weight_map", dict)
         tensors = {}
         for shard in sorted(set(where.values())):
             names = [name for name, file in where.items() if file == shard]
@@ -129,7 +129,8 @@ def hugging_face_tensors(folder: Path, config: ModelConfig) -> dict[str, StoredT
     return tensors
 
 
-def _read_json(file: Path) -> dict:
+def read_json(file: Path) -> dict:
+    """A JSON object from a file; CheckpointError naming the file where there is none."""
     try:
         values = json.loads(file.read_text())
     except (OSError, ValueError) as error:
@@ -168,7 +169,7 @@ def _rope(fields: Fields) -> tuple[float, RopeScaling | None]:
 def _eos_token_ids(fields: Fields) -> tuple[int, ...]:
     """generation_config.json knows best: it lists what ends a chat's turn, too."""
     file = fields.file.with_name("generation_config.json")
-    generation = Fields(file, _read_json(file) if file.exists() else {})
+    generation = Fields(file, read_json(file) if file.exists() else {})
     source = generation if generation.values.get("eos_token_id") is not None else fields
     ids = source.get("eos_token_id", (int, list), [])
     ids = ids if isinstance(ids, list) else [ids]

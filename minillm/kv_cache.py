@@ -29,8 +29,11 @@ class ContiguousCache:
         self, config: ModelConfig, num_sequences: int = 1, capacity: int | None = None, device=None, dtype=None
     ):
         capacity = config.max_context if capacity is None else capacity
-        if num_sequences < 1 or capacity < 1:
-            raise ValueError(f"num_sequences ({num_sequences}) and capacity ({capacity}) must be at least 1")
+        for name, value in (("num_sequences", num_sequences), ("capacity", capacity)):
+            if not isinstance(value, int) or value < 1:
+                raise ValueError(f"{name} must be an integer of at least 1, got {value!r}")
+        if capacity > config.max_context:
+            raise ValueError(f"capacity {capacity} is more than the model's context of {config.max_context}")
         shape = (config.n_layers, num_sequences, config.n_kv_heads, capacity, config.head_dim)
         self.k = torch.empty(shape, device=device, dtype=dtype)
         self.v = torch.empty(shape, device=device, dtype=dtype)
@@ -45,7 +48,7 @@ class ContiguousCache:
         if len(counts) != len(self.lengths):
             raise ValueError(f"{len(counts)} counts for a cache of {len(self.lengths)} sequences")
         for s, (length, count) in enumerate(zip(self.lengths, counts, strict=True)):
-            if count < 0 or length + count > self.capacity:
+            if not isinstance(count, int) or count < 0 or length + count > self.capacity:
                 raise ValueError(
                     f"sequence {s} holds {length} tokens and cannot take {count} more: its capacity is {self.capacity}"
                 )
@@ -66,7 +69,7 @@ class ContiguousCache:
         """Forget the tokens of one sequence from `length` on. Raises ValueError if it holds fewer."""
         if not 0 <= sequence < len(self.lengths):
             raise ValueError(f"there is no sequence {sequence}: this cache holds {len(self.lengths)}")
-        if not 0 <= length <= self.lengths[sequence]:
+        if not isinstance(length, int) or not 0 <= length <= self.lengths[sequence]:
             raise ValueError(f"cannot truncate sequence {sequence} of {self.lengths[sequence]} tokens to {length}")
         self.lengths[sequence] = length
 
@@ -95,6 +98,9 @@ class ContiguousView:
         """
         if sum(self.counts) != q.shape[0]:
             raise ValueError(f"counts {self.counts} add up to {sum(self.counts)}, but the run has {q.shape[0]} tokens")
+        if k.shape != v.shape or k.shape != (q.shape[0], *self.cache.k.shape[2::2]):
+            expected = [q.shape[0], *self.cache.k.shape[2::2]]
+            raise ValueError(f"k and v must be {expected}, got {list(k.shape)} and {list(v.shape)}")
         if self.starts != self.cache.lengths:
             raise ValueError(
                 f"this view began at lengths {self.starts}, the cache is at {self.cache.lengths}: make a new one"

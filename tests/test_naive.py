@@ -44,6 +44,9 @@ def test_lengths_must_add_up(model):
     ("prompt", "params", "message"),
     [
         ([], {}, "the prompt is empty"),
+        (None, {}, "prompt_ids must be a list of token ids, got NoneType"),
+        (torch.tensor([1, 2]), {}, "prompt_ids must be a list of token ids, got Tensor"),
+        ([1], {"n": 2, "max_tokens": 2}, "n=2: these functions make one sample"),
         ([3, 53], {}, r"prompt_ids\[1\] is 53, outside the vocabulary of 0 to 52"),
         ([-1], {}, r"prompt_ids\[0\] is -1, outside"),
         ([2.0], {}, r"prompt_ids\[0\] is 2.0: token ids are integers"),

@@ -11,25 +11,28 @@ import inspect
 import math
 import numbers
 import random
+import re
 import traceback
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import torch
 
 # Slips of unit: the factor between the two numbers, and the question to ask oneself.
-SLIPS = (
+PREFIX_SLIPS = (
     (1e3, "a factor of 1,000: check the prefix of the unit"),
     (1e6, "a factor of a million: check the prefix of the unit"),
     (1e9, "a factor of a billion: check the prefix of the unit"),
+)
+BYTE_SLIPS = (  # these mean something only where bytes are counted
     (1024, "a factor of 1,024: KiB, MiB and GiB step by 1,024"),
     (1.024, "a factor of 1.024: KB are 1,000 bytes, KiB 1,024"),
     (1.024**2, "a factor of 1.049: MB are 10⁶ bytes, MiB 2²⁰"),
     (1.024**3, "a factor of 1.074: GB are 10⁹ bytes, GiB 2³⁰"),
     (8, "a factor of 8: bits or bytes?"),
-    (2, "a factor of 2: keys and values are two, a multiply and an add are two operations"),
+    (2, "a factor of 2: keys and values are two; or how many bytes does one value take?"),
     (4, "a factor of 4: how many bytes does one value take?"),
-    (100, "a factor of 100: a fraction or a percentage?"),
 )
+BYTES = re.compile(r"(bytes?|[kKMGT]?i?B)\b.*")  # "bytes", "KiB", "GB/s"
 
 
 class CheckFailed(AssertionError):
@@ -200,16 +203,23 @@ def number(answer, expected: float, *, unit: str = "", tolerance: float = 0.01, 
         raise NotAnswered(f"not answered yet: {name}")
     answer = answer.item() if isinstance(answer, torch.Tensor) and answer.numel() == 1 else answer
     if isinstance(answer, bool) or not isinstance(answer, numbers.Real):
-        raise CheckFailed(f"{name}: expected a number{f' in {unit}' if unit else ''}, got {describe(answer)}")
+        raise CheckFailed(f"{name}: expected a number{in_unit(unit)}, got {describe(answer)}")
     if not math.isfinite(answer):
         raise CheckFailed(f"{name}: {answer} is not a finite number")
     given = f"{answer:,.6g} {unit}".strip()
     if not math.isclose(answer, expected, rel_tol=tolerance, abs_tol=tolerance if expected == 0 else 0):
-        raise CheckFailed(f"{name}: {given} is not right{hint(answer, expected, tolerance)}")
+        raise CheckFailed(f"{name}: {given} is not right{hint(answer, expected, tolerance, unit)}")
     print(f"✓ {name}: {given}")
 
 
-def hint(answer: float, expected: float, tolerance: float) -> str:
+def in_unit(unit: str) -> str:
+    """The unit after "a number": " in bytes", " in tokens/s", " of requests", " times the work"."""
+    if not unit or unit.startswith("times "):
+        return unit and f" {unit}"
+    return f" {'in' if BYTES.fullmatch(unit) or '/' in unit else 'of'} {unit}"
+
+
+def hint(answer: float, expected: float, tolerance: float, unit: str = "") -> str:
     """What a wrong number's ratio to the right one suggests, without giving the answer away."""
     if answer == 0 or expected == 0:
         return ""
@@ -218,7 +228,8 @@ def hint(answer: float, expected: float, tolerance: float) -> str:
         return "; its sign is wrong"
     side, ratio = ("small", ratio) if ratio > 1 else ("large", 1 / ratio)
     # At most 0.8%, so that 1,000 and 1,024 are told apart.
-    slip = next((words for factor, words in SLIPS if math.isclose(ratio, factor, rel_tol=min(tolerance, 0.008))), None)
+    slips = PREFIX_SLIPS + (BYTE_SLIPS if BYTES.fullmatch(unit) else ())
+    slip = next((words for factor, words in slips if math.isclose(ratio, factor, rel_tol=min(tolerance, 0.008))), None)
     if slip:
         return f"; it is too {side} by {slip}"
     return f"; it is too {side}{' by more than a factor of 10' if ratio > 10 else ''}"

@@ -25,7 +25,7 @@ OPERATIONS = {
     "e": (2 * 4096**2 + 2 * 2 * 128 * 4096, 2 * 128 * 4096**2),
 }
 MOST = 500  # requests; no case of "The largest batch" has room and time for as many
-FREE = 1.5  # a batch is nearly free while its step takes at most this many times as long as that of batch 1
+FREE = 1.5  # a doubling of the batch is nearly free while the step takes at most this many times as long
 
 
 def bound(rate16: float, rate4: float, bandwidth: float, batch4: float) -> None:
@@ -105,16 +105,20 @@ def right_batch(config: ModelConfig, device: Device, context: int, limit: float,
     free = device.memory - (0 if wrong == "no weights" else config.weight_bytes("bfloat16"))
     per_request = config.kv_bytes_per_token("bfloat16") * (context if wrong == "old tokens" else context + 1)
     room = math.inf if wrong == "no room" else free // per_request
+    stored = context + {"one more": 1, "one less": -1}.get(wrong, 0)
     for batch in range(1 if wrong == "at least one" else 0, MOST):
         if batch + 1 > room:
             return batch, "room"
-        if wrong != "no time" and decode_step(config, device, batch + 1, context).time > limit:
+        if wrong != "no time" and decode_step(config, device, batch + 1, stored).time > limit:
             return batch, "time"
     return MOST, ""  # only a slip that drops a limit comes this far
 
 
 def batch_cases(draw: Draw) -> Iterator[tuple]:
-    """Stopped by room, by time at the memory clock and at the compute clock; by both, unlike; by either at once."""
+    """Stopped by room, by time at the memory clock and at the compute clock; by either at once.
+
+    Where many requests with next to nothing stored are stopped by time, one token more or less for each decides.
+    """
 
     def one(room: int, time: int, context: int, ridge: float = 300.0) -> tuple:
         """A model and a device on which `room` requests fit, and `time` requests are quick enough."""
@@ -135,6 +139,7 @@ def batch_cases(draw: Draw) -> Iterator[tuple]:
     yield one(few, many, draw.randrange(500, 2000))
     yield one(many, few, draw.randrange(500, 2000))
     yield one(few, 3 * many, 2)
+    yield one(3 * many, many, draw.randrange(2, 6))
     yield one(2 * many, many, draw.randrange(20, 90), ridge=draw.uniform(5, 15))
     yield one(0, many, draw.randrange(500, 2000))
     yield one(many, 0, draw.randrange(500, 2000))
@@ -162,6 +167,8 @@ BATCH_MISTAKES = {
     "that is the first batch that does not work; the largest that does is one less": one_more,
     "the batch is right; name the limit that one request more would break": other_reason,
     "after the step each request holds context + 1 tokens": with_slip("old tokens"),
+    "`decode_step` takes the tokens stored before the step: `context`, not one more": with_slip("one more"),
+    "`decode_step` takes the tokens stored before the step: `context`, not one less": with_slip("one less"),
     "this batch does not fit: the memory must hold the weights, and the keys and values of every request": (
         with_slip("no room")
     ),
@@ -170,26 +177,27 @@ BATCH_MISTAKES = {
 }
 
 
-def free_batch(seconds: Mapping[int, float], largest: int, speedup: float) -> None:
+def free_batch(seconds: Mapping[int, float], last: int, speedup: float) -> None:
     """Exercise "Is a second request free?", your machine: `seconds` per step by batch, as the reader measured them."""
-    if any(value is None or value is ... for value in (largest, speedup)):
-        raise checks.NotAnswered("not answered yet: largest and speedup")
-    free = [batch for batch, time in seconds.items() if time <= FREE * seconds[1]]
-    measured = ", ".join(f"{batch}: {time / seconds[1]:.2f}" for batch, time in seconds.items())
-    if largest != max(free):
+    if any(value is None or value is ... for value in (last, speedup)):
+        raise checks.NotAnswered("not answered yet: last and speedup")
+    cost = {batch: time / seconds[batch // 2] for batch, time in seconds.items() if batch > 1}
+    if last != max((batch for batch, times in cost.items() if times <= FREE), default=1):
+        measured = ", ".join(f"{batch // 2} to {batch}: {times:.3f}" for batch, times in cost.items())
         raise checks.CheckFailed(
-            f"largest: {largest!r} is not right; your steps took, as multiples of that of batch 1, {measured}. "
-            f"Take the largest batch with at most {FREE:g}"
+            f"last: {last!r} is not right; your doublings cost, in times the step before, {measured}. Take the last "
+            f"with at most {FREE:g}, and of it the batch after doubling, or 1 where there is none"
         )
-    print(f"✓ largest: {largest}")
-    gain = largest * seconds[1] / seconds[largest]
+    print(f"✓ last: {last}")
+    most = max(seconds)
+    gain = most * seconds[1] / seconds[most]
     work_out(
         "speedup",
         speedup,
         gain,
         {
-            seconds[largest] / seconds[1]: "that is how much longer the step takes; how many more tokens does it make?",
-            largest: "that would be so if the step took no longer at all; divide by how much longer it took",
+            seconds[most] / seconds[1]: "that is how much longer the step takes; how many more tokens does it make?",
+            most: "that would be so if the step took no longer at all; divide by how much longer it took",
             1 / gain: "that is the inverse",
         },
         unit="times the tokens/s of batch 1",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import math
 from collections.abc import Callable, Iterator, Sequence
 
 import torch
@@ -55,7 +56,7 @@ def room(grouped: float, full: float, sequences: float, sequences_full: float) -
             answer,
             int(fit),
             {
-                int(fit) + 1: "that many do not fit: round down",
+                int(fit) + 1: "that many do not fit: a GB is 10⁹ bytes here; or you did not round down",
                 int(MEMORY_GB * 1e9 / (TOKENS * size)): "the weights need their place first",
                 int(left / size): f"that many tokens fit; a sequence has {TOKENS:,} of them",
             },
@@ -97,7 +98,11 @@ def right_decode(
         slot = {"late": min(length + 1, keys.shape[2] - 1), "early": max(length - 1, 0)}.get(wrong, length)
         if wrong != "not stored":
             keys[s, :, slot], values[s, :, slot] = k[s], v[s]
-        end = {"old only": length, "whole": keys.shape[2], "longest": max(lengths) + 1}.get(wrong, length + 1)
+        present, longest = int((~keys[s, 0, :, 0].isnan()).sum()), max(lengths) + 1
+        end = {
+            "old only": length, "whole": keys.shape[2], "longest": longest,
+            "not NaN": present, "not NaN, longest": min(present, longest),
+        }.get(wrong, length + 1)  # fmt: skip
         for head in range(q.shape[1]):
             shared = head % k.shape[1] if wrong == "tiled" else head // group
             scores = keys[s, shared, :end] @ q[s, head]
@@ -107,15 +112,15 @@ def right_decode(
 
 
 def decode_cases(draw: Draw) -> Iterator[tuple]:
-    """One sequence, then several of unlike lengths, empty and full ones among them; unwritten slots are NaN."""
+    """One sequence, then several of unlike lengths, empty and full ones; unwritten slots hold NaN or old numbers."""
     shapes = [([2], 2, 2, 3), ([0], 1, 3, 2), ([3, 1], 1, 1, 1), ([0, 5, 2], 2, 3, 2), ([4, 4, 1, 7], 3, 2, 1)]
-    for lengths, kv_heads, group, spare in shapes:
+    for (lengths, kv_heads, group, spare), unwritten in itertools.product(shapes, (math.nan, 1e3)):
         size, capacity = draw.choice([3, 5, 8]), max(lengths) + spare
         q = draw.tensor(len(lengths), kv_heads * group, size, dtype=torch.float64)
         k, v = (draw.tensor(len(lengths), kv_heads, size, dtype=torch.float64) for _ in range(2))
         stored = [draw.tensor(len(lengths), kv_heads, capacity, size, dtype=torch.float64) for _ in range(2)]
         for tensor, (s, length) in itertools.product(stored, enumerate(lengths)):
-            tensor[s, :, length:] = float("nan")
+            tensor[s, :, length:] *= unwritten
         yield q, k, v, *stored, lengths
 
 
@@ -137,6 +142,10 @@ DECODE_MISTAKES = {
     "the new token is stored one slot too far: with n stored tokens, slots 0 to n - 1 are taken": decode_slip("late"),
     "the new token overwrites the last stored one: with n stored tokens, slot n is the next": decode_slip("early"),
     "the new token sees itself too: attend over lengths[s] + 1 tokens": decode_slip("old only"),
+    "what was never written need not be NaN, old numbers may stand there: go by `lengths`": decode_slip("not NaN"),
+    "what was never written for a shorter sequence need not be NaN, old numbers may stand there: go by `lengths`": (
+        decode_slip("not NaN, longest")
+    ),
     "a sequence reads as far as the longest, where nothing was written for it; masking the scores alone does not keep "
     "that out, as a weight of zero times NaN is NaN": decode_slip("longest"),
     "slots beyond a sequence's own length are read; what stands there was never written": decode_slip("whole"),
