@@ -245,7 +245,7 @@ STAYS = "result[stays] = probs[stays]"
 SLIPS = [
     ("latencies", [("arrivals[0] - asked", "arrivals[0]")], "subtract `asked`"),
     ("latencies", [("if gaps else None", "if gaps else 0.0")], "TPOT is None"),
-    ("latencies", [("if gaps else None", "if sum(gaps) else None")], "only where there is no gap"),
+    ("latencies", [("if gaps else None", "if sum(gaps) else None")], "a gap of 0 s is a gap"),
     ("latencies", [("if gaps else None", "")], "raised ZeroDivisionError"),
     ("latencies", [("/ len(gaps) if", "/ len(arrivals) if")], "have n - 1 gaps"),
     ("latencies", [("(arrivals[-1] - arrivals[0])", "(arrivals[-1] - asked)")], "start at the first arrival"),
@@ -314,14 +314,14 @@ SLIPS = [
     ("decode", [("[rows, :, slots]", "[rows, :, slots - 1]")], "overwrites the last stored one"),
     ("decode", [("> slots", ">= slots")], r"lengths\[s\] \+ 1"),
     ("decode", [(".masked_fill(unseen[:, None, :, None], 0.0)", "")], "zero times NaN is NaN"),
-    ("decode", [("unseen = torch.arange(end) > slots[:, None]", BY_NAN)], "shorter sequence need not be NaN"),
+    ("decode", [("unseen = torch.arange(end) > slots[:, None]", BY_NAN)], "never written need not be NaN"),
     (
         "decode",
         [
             ("end = max(lengths) + 1", "end = keys.shape[2]"),
             ("unseen = torch.arange(end) > slots[:, None]", BY_NAN),
         ],
-        "what was never written need not be NaN",
+        "never written need not be NaN",
     ),
     ("decode", [("end = max(lengths) + 1", "end = keys.shape[2]"), ("> slots", "> end + 0 * slots")], "never written"),
     ("decode", [("    keys[rows", "    keys, values = keys.clone(), values.clone()\n    keys[rows")], "after the call"),

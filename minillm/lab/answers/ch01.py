@@ -107,9 +107,7 @@ LATENCY_MISTAKES = {
     "with one token there is no gap, and TPOT is None: 0 would read as infinitely fast": altered(
         lambda r, asked, arrivals: {"tpot": 0.0 if r["tpot"] is None else r["tpot"]}
     ),
-    "two tokens of the same moment have a gap, of 0 s; TPOT is None only where there is no gap": altered(
-        lambda r, *_: {"tpot": r["tpot"] or None}
-    ),
+    "a gap of 0 s is a gap; TPOT is None only where there is none": altered(lambda r, *_: {"tpot": r["tpot"] or None}),
     "n tokens have n - 1 gaps: divide by that": altered(
         lambda r, asked, arrivals: {"tpot": (arrivals[-1] - arrivals[0]) / len(arrivals)}
     ),
@@ -259,8 +257,8 @@ NUCLEUS_MISTAKES = {
     "no sum reaches top_p here, as they are rounded: argmax then says 0, and one token stays": cut(
         lambda ranked, mass, top_p: torch.arange(len(mass)) <= (mass >= top_p).int().argmax()
     ),
-    "the values are in order of size; put each back at its own token": (
-        lambda probs, top_p: right_nucleus(probs, top_p).sort(descending=True).values
+    "the values are in order of size; put each back at its own token": lambda *case: (
+        right_nucleus(*case).sort(descending=True).values
     ),
     "equal probabilities are kept or dropped together; cut by rank, so that as few as possible stay": (
         lambda probs, top_p: renormalized(
@@ -291,7 +289,7 @@ def doubling(new_per_prompt: float, growth: float) -> None:
         passes(READ, 2 * WRITE) / passes(READ, WRITE),
         {
             4: "n² would say 4, but this answer is far shorter than its prompt: look at the first rows of the table",
-            2: "that leaves out the second term, n(n - 1)/2: small here, but not nothing",
+            2: "that leaves out the second term, n(n - 1)/2",
             3: "that is the factor for an answer twice as long as the prompt; this one is far shorter",
             1: "twice as many passes, each over the whole prompt: the work does grow",
             0.5: "that is the inverse: the longer answer over the shorter one",
