@@ -5,6 +5,7 @@ The first cell of every chapter is `from minillm import lab; here = lab.setup()`
 
 from __future__ import annotations
 
+import functools
 import os
 from dataclasses import dataclass
 
@@ -61,9 +62,7 @@ class Lab:
 
     def tokenizer(self):
         """The tokenizer of the model to time; that of "tiny" stands in where the weights are random."""
-        from minillm.tokenizer import load_tokenizer
-
-        return load_tokenizer("tiny" if self.random_weights else self.model_name)
+        return tokenizer_of("tiny" if self.random_weights else self.model_name)
 
     def prompt(self, text: str) -> list[int]:
         """Token ids of a user's message, in the model's chat form if it has one."""
@@ -71,6 +70,14 @@ class Lab:
         if tokenizer.chat_template is None:
             return tokenizer.encode(text)
         return tokenizer.encode_chat([{"role": "user", "content": text}])
+
+
+@functools.cache
+def tokenizer_of(name: str):
+    """A tokenizer, read from its file once in a notebook: rebuilding one takes seconds."""
+    from minillm.tokenizer import load_tokenizer
+
+    return load_tokenizer(name)
 
 
 def setup(model: str | None = None) -> Lab:
