@@ -1,5 +1,7 @@
 """Naive generation and its door: what is refused, and what NoCache computes."""
 
+import socket
+
 import pytest
 import torch
 
@@ -8,6 +10,8 @@ from minillm.config import ModelConfig
 from minillm.model import Transformer
 from minillm.naive import NoCache, check_prompt
 from minillm.sampling import SamplingParams
+from minillm.tokenizer import load_tokenizer
+from minillm.weights import load_model
 
 CONFIG = ModelConfig(
     vocab_size=53, dim=20, n_layers=2, n_heads=4, n_kv_heads=2, head_dim=6, ffn_dim=33, max_context=24,
@@ -95,3 +99,11 @@ def test_the_end_of_text_token_ends_generation(model, monkeypatch):
     monkeypatch.setattr(Transformer, "logits", lambda self, hidden: logits)
     assert naive.generate(model, [1], SamplingParams(max_tokens=5, temperature=0)) == [7]
     assert naive.generate(model, [1], SamplingParams(max_tokens=5, temperature=0, ignore_eos=True)) == [7] * 5
+
+
+def test_nothing_remote_is_needed(monkeypatch):
+    """B14: after the install a shipped model loads and writes with every connection refused."""
+    monkeypatch.setattr(socket.socket, "connect", lambda *_: pytest.fail("something wants the network"))
+    model, tokenizer = load_model("tiny", "cpu"), load_tokenizer("tiny")
+    tokens = kv_cache.generate(model, tokenizer.encode("It was a"), SamplingParams(max_tokens=8, temperature=0))
+    assert len(tokens) == 8 and tokenizer.decode(tokens).strip()

@@ -368,3 +368,13 @@ def test_stop_strings_are_found_as_in_the_whole_text(pieces, stop):
         assert condition.text == (text[: min(starts)] if starts else text)
         if reason:
             break
+
+
+def test_a_greedy_row_draws_nothing_and_takes_the_first_of_equals():
+    """E7: at temperature 0, top_p below 1 neither touches the generator nor chooses among ties."""
+    logits = torch.tensor([[0.5, 2.0, 2.0, -1.0, 2.0]])
+    params = SamplingParams(temperature=0.0, top_p=0.3, top_k=2, seed=3)
+    generator = params.make_generator()
+    before = generator.get_state()
+    assert all(sample(logits, [params], [generator]).item() == logits.argmax().item() for _ in range(5))
+    assert torch.equal(generator.get_state(), before)
