@@ -567,7 +567,7 @@ def test_in_jupyterlab_the_explorer_of_a_chapter_follows_its_slider(browser, tmp
     """A reader's way: open chapter 2, run all cells, move a slider with the arrow keys, see another picture."""
     shutil.copy(CHAPTER, tmp_path)
     cells = json.loads(CHAPTER.read_text(encoding="utf-8"))["cells"]
-    (index,) = (i for i, cell in enumerate(cells) if "\nlab.explore(" in "".join(cell["source"]))
+    (index,) = (i for i, cell in enumerate(cells) if re.search(r"(?m)^lab\.explore\(", "".join(cell["source"])))
     with jupyterlab(tmp_path) as (address, token):
         context = browser.new_context(viewport=DESK)
         context.set_default_timeout(PATIENCE)
