@@ -115,8 +115,9 @@ class ModelConfig:
     def flops_per_token(self, context: int = 0) -> int:
         """Operations (a multiply and an add count as two) to process one token.
 
-        Two per weight of every matrix product, plus two products of attention with `context` keys and
-        values. Looking up the input embedding is a copy and costs none. Raises ValueError for a negative context.
+        Two per weight, plus two products of attention with `context` keys and values. Norms and biases count like
+        products, well under a percent. Looking up the input embedding is a copy and costs none. Raises ValueError
+        for a negative context.
         """
         if not context >= 0:
             raise ValueError(f"context must be 0 or more, got {context}")

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from minillm.config import ModelConfig
+from minillm.linear import Linear
 from minillm.model import RotaryEmbedding, Transformer, rotate
 
 POST = ModelConfig.preset("post-0.5b")
@@ -104,3 +105,20 @@ def test_rotation_keeps_float32_angles_for_16_bit_activations():
     assert (rounded - exact).abs().max() > 4e-3, "the tolerance would not notice rounded angles"
     angle = torch.tensor(8999.0) / 10_000.0 ** (torch.arange(0, 64, 2) / 64)
     torch.testing.assert_close(cos[2, 0, :32], angle.cos(), rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_operations_are_two_per_weight_and_attention(tied):
+    """Against a real model's products counted one by one; what is left over are its norms."""
+    config = ModelConfig(
+        vocab_size=77, dim=24, n_layers=3, n_heads=6, n_kv_heads=2, head_dim=10, ffn_dim=37, max_context=16,
+        tie_embeddings=tied,
+    )  # fmt: skip
+    model = Transformer(config)
+    products = sum(module.weight.numel() for module in model.modules() if isinstance(module, Linear))
+    norms = sum(p.numel() for p in model.parameters() if p.dim() == 1)
+    assert config.flops_per_token() == 2 * (products + norms)
+    one_layer = 2 * config.n_heads * config.head_dim  # a score with each key, and its part of the mean of values
+    assert config.flops_per_token(7) - config.flops_per_token() == 2 * 7 * one_layer * config.n_layers
+    with pytest.raises(ValueError, match="context must be 0 or more, got -1"):
+        config.flops_per_token(-1)

@@ -8,7 +8,7 @@ from minillm.lab import style
 
 
 class LiveText:
-    """`text = lab.live_text()`, then `text.add(piece)` as the pieces come. Without IPython they are printed."""
+    """`text = lab.LiveText()`, then `text.add(piece)` as the pieces come. Without IPython they are printed."""
 
     def __init__(self):
         self.text = ""
