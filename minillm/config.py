@@ -156,13 +156,25 @@ PRESETS = {
         rope_theta=100_000.0,
         eos_token_ids=(2,),
     ),
-    # The two models trained by minillm/checkpoints/train.py; they share a tokenizer.
+    # The models trained by minillm/checkpoints/train.py; they share a tokenizer. `tiny-mha` is `tiny` with a
+    # key/value head for every query head, for chapter 4.
     "tiny": ModelConfig(
         vocab_size=4096,
         dim=256,
         n_layers=6,
         n_heads=8,
         n_kv_heads=4,
+        head_dim=32,
+        ffn_dim=688,
+        max_context=512,
+        eos_token_ids=(0,),
+    ),
+    "tiny-mha": ModelConfig(
+        vocab_size=4096,
+        dim=256,
+        n_layers=6,
+        n_heads=8,
+        n_kv_heads=8,
         head_dim=32,
         ffn_dim=688,
         max_context=512,

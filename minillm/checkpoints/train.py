@@ -59,7 +59,11 @@ class Recipe:
         return self.learning_rate * 0.5 * (1 + math.cos(math.pi * (step - self.warmup) / (self.steps - self.warmup)))
 
 
-RECIPES = {"tiny": Recipe(steps=3000), "draft": Recipe(steps=1500, learning_rate=4e-3, dropout=0.0, distill=0.9)}
+RECIPES = {
+    "tiny": Recipe(steps=3000),
+    "tiny-mha": Recipe(steps=1500),
+    "draft": Recipe(steps=1500, learning_rate=4e-3, dropout=0.0, distill=0.9),
+}
 CARD = """# Two small models of one author
 
 `tiny` and `draft` write in the manner of Jane Austen. They are small enough to be exact in float32 on any
