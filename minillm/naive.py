@@ -46,13 +46,16 @@ def causal_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch
     return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=q.shape[1] != k.shape[1])
 
 
-def check_prompt(prompt_ids: Sequence[int], params: SamplingParams, config: ModelConfig) -> None:
-    """Refuse, before any work, what the model cannot serve. Raises ValueError naming the value and the limit."""
+def check_prompt(prompt_ids: Sequence[int], params: SamplingParams, config: ModelConfig, several=False) -> None:
+    """Refuse, before any work, what the model cannot serve. Raises ValueError naming the value and the limit.
+
+    `several`: the caller can make more than one sample (`params.n`).
+    """
     if not isinstance(prompt_ids, (list, tuple)):
         raise ValueError(f"prompt_ids must be a list of token ids, got {type(prompt_ids).__name__}")
     if not isinstance(params, SamplingParams):
         raise ValueError(f"params must be SamplingParams, got {type(params).__name__}")
-    if params.n != 1:
+    if params.n != 1 and not several:
         raise ValueError(f"n={params.n}: these functions make one sample; call them once for each, with its own seed")
     if not prompt_ids:
         raise ValueError("the prompt is empty: give at least one token id, for example the tokenizer's end-of-text id")

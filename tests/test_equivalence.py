@@ -7,16 +7,20 @@ where the reference itself was nearly undecided.
 """
 
 import random
+from dataclasses import replace
 
 import pytest
 import torch
 
 from minillm import kv_cache, naive
 from minillm.config import ModelConfig
+from minillm.engine import Engine
 from minillm.kv_cache import ContiguousCache
 from minillm.model import Transformer
 from minillm.naive import NoCache
+from minillm.runner import ModelRunner
 from minillm.sampling import SamplingParams, StopCondition, sample
+from minillm.scheduler import EngineConfig
 
 NEAR_TIE = 1e-3  # in float32, logits this close may change places
 
@@ -52,7 +56,70 @@ def ragged_chunks(model, prompts, params):
     return ragged_batch(model, prompts, params, chunk=3)
 
 
-PATHS = {"contiguous": contiguous, "ragged batch": ragged_batch, "ragged chunks": ragged_chunks}
+def served(**settings):
+    """All prompts through one engine; its books balance after every step, and no key is read before it is written (E5).
+
+    num_blocks="smallest" is the pool that just holds the longest of them alone.
+    """
+
+    def path(model, prompts, params):
+        wanted = {"num_blocks": 64, "block_size": 16} | settings
+        if wanted["num_blocks"] == "smallest":
+            wanted["num_blocks"] = max(-(-(len(p) + params.max_tokens - 1) // wanted["block_size"]) for p in prompts)
+        if wanted.get("reserve") == "max_context":
+            wanted["num_blocks"] = 2 * -(-model.config.max_context // wanted["block_size"])
+        outputs, stats = serve(model, EngineConfig(**wanted), prompts, params)
+        PREEMPTIONS.append(stats["preemptions"])
+        return [output.outputs[0].token_ids for output in outputs]
+
+    return path
+
+
+def serve(model, config, prompts, params) -> tuple[list, dict]:
+    """Outputs in order, and what the engine counted. Its cache starts full of NaN."""
+    runner = ModelRunner(model, config)
+    runner.cache.k.fill_(torch.nan)
+    runner.cache.v.fill_(torch.nan)
+    engine, done = Engine(runner, config), {}
+    ids = [engine.add_request(prompt, params) for prompt in prompts]
+    while engine.has_unfinished:
+        done |= {output.request_id: output for output in engine.step() if output.finished}
+        engine.scheduler.check()
+    assert engine.scheduler.pool.num_free == config.num_blocks
+    return [done[id] for id in ids], engine.stats
+
+
+def forked(model, prompts, params):
+    """Three samples of each prompt share its blocks; the first of them is the one that naive generation gives."""
+    config = EngineConfig(block_size=3, num_blocks=60, max_batch_size=7, token_budget=11)
+    outputs, _ = serve(model, config, prompts, replace(params, n=3))
+    for output in outputs:
+        if params.temperature == 0:
+            assert len({tuple(sample.token_ids) for sample in output.outputs}) == 1
+    return [output.outputs[0].token_ids for output in outputs]
+
+
+PREEMPTIONS: list[int] = []
+PATHS = {
+    "contiguous": contiguous,
+    "ragged batch": ragged_batch,
+    "ragged chunks": ragged_chunks,
+    "paged, one at a time": served(max_batch_size=1, block_size=5),
+    "continuous, blocks of 1": served(block_size=1, num_blocks=300),
+    "continuous, blocks of 3": served(block_size=3),
+    "continuous, blocks of 16": served(block_size=16),
+    "continuous, budget of 1": served(block_size=3, token_budget=1),
+    "continuous, budget of 5": served(block_size=3, token_budget=5),
+    "continuous, whole prompts": served(block_size=3, token_budget=8, max_batch_size=3, chunked_prefill=False),
+    "preempted, blocks of 1": served(block_size=1, num_blocks="smallest"),
+    "preempted, blocks of 3": served(block_size=3, num_blocks="smallest", token_budget=7),
+    "preempted, blocks of 16": served(block_size=16, num_blocks="smallest"),
+    "static": served(batching="static", max_batch_size=3, block_size=3),
+    "static, preempted": served(batching="static", block_size=2, num_blocks="smallest"),
+    "static, reserved": served(batching="static", reserve="max_context", block_size=4),
+    "continuous, reserved": served(reserve="max_context", block_size=4),
+    "forked": forked,
+}
 
 
 def small_config(rng: random.Random) -> ModelConfig:
@@ -87,6 +154,7 @@ def workload(config: ModelConfig, rng: random.Random) -> list[list[int]]:
 def test_path_gives_the_tokens_of_naive_generation(name, temperature):
     """float64, random shapes and prompts; sampling with a seed too, whatever else is in the batch."""
     distinct = 0
+    PREEMPTIONS.clear()
     for seed in range(12):
         rng = random.Random(f"{name} {temperature} {seed}")
         config = small_config(rng)
@@ -96,6 +164,7 @@ def test_path_gives_the_tokens_of_naive_generation(name, temperature):
         assert PATHS[name](model, prompts, params) == expected, f"seed {seed}, {config}"
         distinct += len(set(sum(expected, [])))
     assert distinct > 60, "the models repeat themselves: the comparison would prove little"
+    assert sum(PREEMPTIONS) > 3 or "preempted" not in name, "the pool is not small"
 
 
 @torch.inference_mode()

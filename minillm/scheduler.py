@@ -1,0 +1,252 @@
+"""The scheduler: which requests get how many tokens in the next step.
+
+It knows no prefill and no decode. A request's computed tokens chase its tokens: one missing token is a decode, a
+whole prompt a prefill, part of one a chunk (Agrawal et al., 2024). The batch is formed anew at every step, which is
+continuous batching (Yu et al., 2022). It handles requests and blocks, never tensors.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+
+from minillm.paged_cache import BlockPool, BlockTable
+from minillm.request import Request, Status
+
+
+@dataclass(frozen=True)
+class EngineConfig:
+    """How an engine batches and keeps its cache. Raises ValueError naming the setting that makes no sense.
+
+    block_size: tokens a block. num_blocks: blocks of the pool; None takes what memory allows. max_batch_size: samples
+    that run at once. token_budget: tokens a step, decodes first; a batch is never larger than the budget, so that
+    every running request advances at every step. batching: "continuous", or "static", where a batch starts and
+    leaves together. reserve: "on_demand" gives a request its blocks as it grows, "max_context" all it could ever need
+    before it starts. chunked_prefill: long prompts are computed in parts; without it a prompt is one step's work,
+    however long.
+    """
+
+    block_size: int = 16
+    num_blocks: int | None = None
+    max_batch_size: int = 64
+    token_budget: int = 512
+    batching: str = "continuous"
+    reserve: str = "on_demand"
+    chunked_prefill: bool = True
+
+    def __post_init__(self):
+        for name in ("block_size", "num_blocks", "max_batch_size", "token_budget"):
+            value = getattr(self, name)
+            if name == "num_blocks" and value is None:
+                continue
+            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+                raise ValueError(f"{name} must be an integer of at least 1, got {value!r}")
+        for name, choices in (("batching", ("continuous", "static")), ("reserve", ("on_demand", "max_context"))):
+            if getattr(self, name) not in choices:
+                raise ValueError(f"{name} must be one of {', '.join(choices)}, got {getattr(self, name)!r}")
+        if not isinstance(self.chunked_prefill, bool):
+            raise ValueError(f"chunked_prefill must be True or False, got {self.chunked_prefill!r}")
+
+
+@dataclass
+class Step:
+    """What one step does: `requests[i]` computes its next `counts[i]` tokens, and then draws `samples[i]`.
+
+    samples is 0 in the middle of a prompt, 1 for a decode, n where a prompt of n samples ends. `copies` are the
+    (source, target) blocks to copy first. `preempted` requests lost their blocks to older ones.
+    """
+
+    requests: list[Request] = field(default_factory=list)
+    counts: list[int] = field(default_factory=list)
+    samples: list[int] = field(default_factory=list)
+    copies: list[tuple[int, int]] = field(default_factory=list)
+    preempted: list[Request] = field(default_factory=list)
+
+    def add(self, request: Request, count: int) -> None:
+        """Grant `count` tokens."""
+        self.requests.append(request)
+        self.counts.append(count)
+        self.samples.append(1 + len(request.samples) if count == request.num_missing else 0)
+
+
+class Scheduler:
+    """Requests wait in order of arrival, run while there is memory for them, and leave when they are done."""
+
+    def __init__(self, config: EngineConfig, max_context: int, num_blocks: int):
+        self.config, self.max_context = config, max_context
+        self.pool = BlockPool(num_blocks, config.block_size)
+        self.waiting: deque[Request] = deque()
+        self.running: list[Request] = []  # oldest first
+        self.held: list[Request] = []  # done, but the static batch they are part of is not
+
+    @property
+    def max_batch_size(self) -> int:
+        """Samples at once: no more than a step has tokens."""
+        return min(self.config.max_batch_size, self.config.token_budget)
+
+    def add(self, request: Request) -> None:
+        """Queue a request. Raises ValueError for one that could never run, whatever else is running."""
+        n, pool = 1 + len(request.samples), self.pool
+        if n > self.max_batch_size:
+            raise ValueError(
+                f"n={n} samples at once, but a batch holds {self.max_batch_size}: ask for fewer, or raise "
+                "max_batch_size and token_budget"
+            )
+        if self.config.reserve == "max_context":
+            need, why = n * pool.blocks_for(self.max_context), f"{n} reservations of {self.max_context} tokens"
+        else:  # samples beyond the first can be preempted, so one must fit
+            need, why = pool.blocks_for(request.max_stored), f"a request of up to {request.max_stored} stored tokens"
+        if need > pool.num_blocks:
+            raise ValueError(
+                f"{why} needs {need} blocks of {pool.block_size} tokens, and the pool has {pool.num_blocks}: "
+                "shorten the prompt, ask for fewer tokens, or raise num_blocks"
+            )
+        self.waiting.append(request)
+
+    def schedule(self) -> Step:
+        """The next step; without requests only if there is nothing to do. Grants blocks, and preempts for them."""
+        step = Step()
+        for request, count in self._grants():
+            if request.status is Status.RUNNING and self._make_room(request, count, step):
+                step.add(request, count)
+        if not step.preempted:  # memory is short: nobody new
+            self._admit(step)
+        return step
+
+    def _grants(self) -> list[tuple[Request, int]]:
+        """Tokens for the running requests, oldest first. Decodes come out of the budget before chunks of prompts."""
+        left = self.config.token_budget - sum(request.num_missing == 1 for request in self.running)
+        grants = []
+        for request in self.running:
+            count = 1 if request.num_missing == 1 else self._chunk(request, left)
+            left -= count if request.num_missing > 1 else 0
+            if count:
+                grants.append((request, count))
+        return grants
+
+    def _chunk(self, request: Request, left: int) -> int:
+        """Tokens of a prompt for this step, with `left` of the budget to spend; 0 if it must wait."""
+        if self.config.chunked_prefill:
+            return max(0, min(request.num_missing, left))
+        # Whole prompts: one may exceed the budget if it would never fit, and then nothing joins it but decodes.
+        longest = self.config.token_budget - self.max_batch_size
+        alone = request.num_missing > longest and left >= longest
+        return request.num_missing if alone or request.num_missing <= left else 0
+
+    def _make_room(self, request: Request, count: int, step: Step) -> bool:
+        """Blocks for its next `count` tokens. The newest of those not yet in the step give way, at last itself."""
+        start = request.num_computed_tokens
+        while request.block_table.missing(start, start + count) > self.pool.num_free:
+            if any(done.block_table.blocks for done in self.held):
+                for done in self.held:  # the finished part of a static batch gives way first
+                    self._free(done)
+                continue
+            victim = self.running[-1]
+            self._preempt(victim, step)
+            if victim is request:
+                return False
+        step.copies += request.block_table.prepare(start, start + count)
+        return True
+
+    def _preempt(self, request: Request, step: Step) -> None:
+        """Take its blocks away. It goes back to the head of the queue and will compute its tokens again."""
+        self.running.remove(request)
+        self._free(request)
+        request.timeline.preemptions += 1
+        request.timeline.recomputed_tokens += request.num_computed_tokens
+        request.num_computed_tokens, request.block_table = 0, None
+        request.status = Status.WAITING
+        self.waiting.appendleft(request)
+        step.preempted.append(request)
+
+    def _admit(self, step: Step) -> None:
+        """Move waiting requests into the batch, first come first served, while place, budget and blocks last."""
+        static = self.config.batching == "static"
+        if static and self.running:
+            return
+        left = self.config.token_budget - sum(step.counts)
+        places = self.max_batch_size - sum(1 + len(request.samples) for request in self.running)
+        promised = sum(self._growth(request) for request in self.running)
+        while self.waiting:
+            request = self.waiting[0]
+            count, n = self._chunk(request, left), 1 + len(request.samples)
+            need = self._growth(request)
+            if n > places or need + promised > self.pool.num_free or not (count or static):
+                return
+            self.waiting.popleft()
+            request.block_table, request.status = BlockTable(self.pool), Status.RUNNING
+            self.running.append(request)
+            reserved = self.max_context if self.config.reserve == "max_context" else count
+            request.block_table.prepare(0, reserved)
+            if count:
+                step.add(request, count)
+            left, places = left - count, places - n
+            promised += self._growth(request)
+
+    def _growth(self, request: Request) -> int:
+        """Blocks that must be free for a request to compute its known tokens and store one more, or all it reserves."""
+        pool, whole = self.pool, self.pool.blocks_for(self.max_context)
+        reserves = self.config.reserve == "max_context"
+        stop = self.max_context if reserves else min(request.num_tokens + 1, request.max_stored)
+        if request.block_table is None:
+            need = pool.blocks_for(stop)
+        else:
+            need = request.block_table.missing(request.num_computed_tokens, stop)
+        return need + (whole * len(request.samples) if reserves else 0)
+
+    def fork(self, request: Request) -> None:
+        """Its prompt is computed: its other samples begin to run on the same blocks."""
+        place = self.running.index(request) + 1
+        for sample in request.samples:
+            sample.block_table, sample.status = request.block_table.fork(), Status.RUNNING
+            sample.num_computed_tokens = request.num_computed_tokens
+            sample.timeline.scheduled = request.timeline.scheduled
+            if self.config.reserve == "max_context":  # the prompt is shared, the rest of each reservation its own
+                sample.block_table.truncate(request.num_computed_tokens)
+                own = len(sample.block_table.blocks) * self.pool.block_size
+                sample.block_table.prepare(own, max(own, self.max_context))
+        self.running[place:place] = request.samples
+        request.samples = []
+
+    def finish(self, request: Request, reason: str) -> list[Request]:
+        """End a request, running or waiting; returns those that leave now.
+
+        In continuous batching that is the request itself. A static batch keeps its places and its memory until the
+        last of it is done, and then all leave.
+        """
+        if request.status is Status.FINISHED:
+            raise ValueError(f"{request!r} has finished already")
+        was_running = request.status is Status.RUNNING
+        (self.running if was_running else self.waiting).remove(request)
+        request.status, request.finish_reason = Status.FINISHED, reason
+        if not was_running:
+            return [request]
+        if self.config.batching == "continuous":
+            self._free(request)
+            return [request]
+        self.held.append(request)
+        if self.running:
+            return []
+        leaving, self.held = self.held, []
+        for done in leaving:
+            self._free(done)
+        return leaving
+
+    def _free(self, request: Request) -> None:
+        self.pool.free(request.block_table.blocks)
+        request.block_table.blocks = []
+
+    def check(self) -> None:
+        """Raises AssertionError unless every block is accounted for and every request is where its status says."""
+        alive = [*self.running, *self.held]
+        self.pool.check(request.block_table for request in alive)
+        places = sum(1 + len(request.samples) for request in self.running)
+        assert places <= self.max_batch_size, f"{places} samples run in a batch of {self.max_batch_size}"
+        assert len({id(r) for r in [*alive, *self.waiting]}) == len(alive) + len(self.waiting), "a request is in twice"
+        for request in self.running:
+            room = len(request.block_table.blocks) * self.pool.block_size
+            assert request.status is Status.RUNNING
+            assert request.num_computed_tokens <= min(room, request.num_tokens), f"{request!r} has room for {room}"
+        for request in self.waiting:
+            assert request.status is Status.WAITING and request.num_computed_tokens == 0
+            assert request.block_table is None, f"{request!r} waits and has a block table"
