@@ -121,7 +121,7 @@ class Engine:
     def _advance(self, step: Step, drawn: list[list[int]], now: float) -> None:
         """Give each request of a step its tokens."""
         for request, count, tokens in zip(step.requests, step.counts, drawn, strict=True):
-            request.num_computed_tokens += count
+            self.scheduler.advance(request, count)
             if not tokens:
                 continue
             drawing = [request, *request.samples]
@@ -179,7 +179,7 @@ class Engine:
             return
         pool, held = self.scheduler.pool, {}
         for request in [*self.scheduler.running, *self.scheduler.held]:
-            for place, block in enumerate(request.block_table.blocks):
+            for place, block in enumerate(request.block_table.blocks if request.block_table else ()):
                 filled = min(pool.block_size, max(0, request.num_computed_tokens - place * pool.block_size))
                 held[block] = max(filled, held.get(block, 0))
         work = [(r.id, r.index, count) for r, count in zip(step.requests, step.counts, strict=True)]

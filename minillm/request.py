@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from minillm.paged_cache import BlockTable
+from minillm.prefix_cache import Node
 from minillm.sampling import SamplingParams, StopCondition
 
 
@@ -78,6 +79,8 @@ class Request:
         self.token_ids = list(prompt_ids)  # the prompt and everything drawn so far
         self.num_computed_tokens = 0  # tokens whose keys and values are in the cache
         self.block_table: BlockTable | None = None  # while it runs
+        self.prefix: Node | None = None  # the end of what it locks in the prefix cache, while it runs
+        self.overtaken = 0  # times that a later request was taken first
         self.status = Status.WAITING
         self.finish_reason: str | None = None  # "length", "stop", "abort" or "error"
         self.error: str | None = None

@@ -11,6 +11,7 @@ from collections import deque
 from dataclasses import dataclass, field
 
 from minillm.paged_cache import BlockPool, BlockTable
+from minillm.prefix_cache import PrefixCache
 from minillm.request import Request, Status
 
 
@@ -23,7 +24,9 @@ class EngineConfig:
     every running request advances at every step. batching: "continuous", or "static", where a batch starts and
     leaves together. reserve: "on_demand" gives a request its blocks as it grows, "max_context" all it could ever need
     before it starts. chunked_prefill: long prompts are computed in parts; without it a prompt is one step's work,
-    however long.
+    however long. prefix_caching: blocks of finished requests serve those that start alike. order: "arrival", or
+    "prefix", which takes the waiting request with the longest cached start first, until one has been overtaken
+    as often as a batch has places.
     """
 
     block_size: int = 16
@@ -33,6 +36,8 @@ class EngineConfig:
     batching: str = "continuous"
     reserve: str = "on_demand"
     chunked_prefill: bool = True
+    prefix_caching: bool = True
+    order: str = "arrival"
 
     def __post_init__(self):
         for name in ("block_size", "num_blocks", "max_batch_size", "token_budget"):
@@ -41,11 +46,17 @@ class EngineConfig:
                 continue
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
                 raise ValueError(f"{name} must be an integer of at least 1, got {value!r}")
-        for name, choices in (("batching", ("continuous", "static")), ("reserve", ("on_demand", "max_context"))):
+        choices_of = {
+            "batching": ("continuous", "static"),
+            "reserve": ("on_demand", "max_context"),
+            "order": ("arrival", "prefix"),
+        }
+        for name, choices in choices_of.items():
             if getattr(self, name) not in choices:
                 raise ValueError(f"{name} must be one of {', '.join(choices)}, got {getattr(self, name)!r}")
-        if not isinstance(self.chunked_prefill, bool):
-            raise ValueError(f"chunked_prefill must be True or False, got {self.chunked_prefill!r}")
+        for name in ("chunked_prefill", "prefix_caching"):
+            if not isinstance(getattr(self, name), bool):
+                raise ValueError(f"{name} must be True or False, got {getattr(self, name)!r}")
 
 
 @dataclass
@@ -75,9 +86,15 @@ class Scheduler:
     def __init__(self, config: EngineConfig, max_context: int, num_blocks: int):
         self.config, self.max_context = config, max_context
         self.pool = BlockPool(num_blocks, config.block_size)
+        self.prefixes = PrefixCache(self.pool) if config.prefix_caching else None
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []  # oldest first
         self.held: list[Request] = []  # done, but the static batch they are part of is not
+
+    @property
+    def num_free(self) -> int:
+        """Blocks that a request can have: the free ones, and those that only the prefix cache uses."""
+        return self.pool.num_free + (self.prefixes.num_evictable if self.prefixes else 0)
 
     @property
     def max_batch_size(self) -> int:
@@ -136,17 +153,24 @@ class Scheduler:
     def _make_room(self, request: Request, count: int, step: Step) -> bool:
         """Blocks for its next `count` tokens. The newest of those not yet in the step give way, at last itself."""
         start = request.num_computed_tokens
-        while request.block_table.missing(start, start + count) > self.pool.num_free:
-            if any(done.block_table.blocks for done in self.held):
-                for done in self.held:  # the finished part of a static batch gives way first
-                    self._free(done)
+        while request.block_table.missing(start, start + count) > self.num_free:
+            holding = [done for done in self.held if done.block_table]
+            if holding:  # the finished part of a static batch gives way first
+                self._free(holding[-1])
                 continue
             victim = self.running[-1]
             self._preempt(victim, step)
             if victim is request:
                 return False
-        step.copies += request.block_table.prepare(start, start + count)
+        step.copies += self._prepare(request, start + count)
         return True
+
+    def _prepare(self, request: Request, stop: int) -> list[tuple[int, int]]:
+        """Blocks for its tokens up to `stop`, the least recently used of the prefix cache among them."""
+        start = request.num_computed_tokens
+        if self.prefixes:
+            self.prefixes.evict(request.block_table.missing(start, stop) - self.pool.num_free)
+        return request.block_table.prepare(start, stop)
 
     def _preempt(self, request: Request, step: Step) -> None:
         """Take its blocks away. It goes back to the head of the queue and will compute its tokens again."""
@@ -154,7 +178,7 @@ class Scheduler:
         self._free(request)
         request.timeline.preemptions += 1
         request.timeline.recomputed_tokens += request.num_computed_tokens
-        request.num_computed_tokens, request.block_table = 0, None
+        request.num_computed_tokens = 0
         request.status = Status.WAITING
         self.waiting.appendleft(request)
         step.preempted.append(request)
@@ -168,30 +192,79 @@ class Scheduler:
         places = self.max_batch_size - sum(1 + len(request.samples) for request in self.running)
         promised = sum(self._growth(request) for request in self.running)
         while self.waiting:
-            request = self.waiting[0]
-            count, n = self._chunk(request, left), 1 + len(request.samples)
-            need = self._growth(request)
-            if n > places or need + promised > self.pool.num_free or not (count or static):
+            request = self._next()
+            n = 1 + len(request.samples)
+            if n > places:
                 return
-            self.waiting.popleft()
-            request.block_table, request.status = BlockTable(self.pool), Status.RUNNING
-            self.running.append(request)
-            reserved = self.max_context if self.config.reserve == "max_context" else count
-            request.block_table.prepare(0, reserved)
+            self._begin(request)
+            count = self._chunk(request, left)
+            if self._growth(request) + promised > self.num_free or not (count or static):
+                self._free(request)
+                request.num_computed_tokens = 0
+                return
+            self._enter(request)
+            reserves = self.config.reserve == "max_context"
+            self._prepare(request, self.max_context if reserves else request.num_computed_tokens + count)
             if count:
                 step.add(request, count)
             left, places = left - count, places - n
             promised += self._growth(request)
 
+    def _next(self) -> Request:
+        """The waiting request whose turn it is."""
+        if self.config.order == "arrival" or not self.prefixes:
+            return self.waiting[0]
+        overdue = [request for request in self.waiting if request.overtaken >= self.max_batch_size]
+        return overdue[0] if overdue else max(self.waiting, key=lambda r: self.prefixes.peek(r.token_ids[:-1]))
+
+    def _begin(self, request: Request) -> None:
+        """Give a waiting request a block table, which starts with what the prefix cache has of its tokens.
+
+        The last token is left out: it must be computed, for the next one is drawn from it.
+        """
+        request.block_table = BlockTable(self.pool)
+        if self.prefixes:
+            request.prefix, cached = self.prefixes.match(request.token_ids[:-1])
+            self.prefixes.lock(request.prefix)
+            request.block_table.blocks = self.pool.fork(cached)
+            request.num_computed_tokens = len(cached) * self.pool.block_size
+
+    def _enter(self, request: Request) -> None:
+        """Move a waiting request into the batch. What a preempted one finds again is not counted as cached."""
+        for earlier in self.waiting:
+            if earlier is request:
+                break
+            earlier.overtaken += 1
+        self.waiting.remove(request)
+        self.running.append(request)
+        request.status, found = Status.RUNNING, request.num_computed_tokens
+        if request.timeline.preemptions:
+            request.timeline.recomputed_tokens -= min(found, request.timeline.recomputed_tokens)
+        else:
+            request.timeline.cached_tokens = found
+
+    def advance(self, request: Request, count: int) -> None:
+        """Its next `count` tokens are computed; whole blocks of a prompt can be found by others from now on."""
+        request.num_computed_tokens += count
+        if self.prefixes and (count > 1 or request.num_computed_tokens == request.num_prompt_tokens):
+            self._remember(request)
+
+    def _remember(self, request: Request) -> None:
+        """Put its whole, computed blocks into the prefix cache."""
+        whole = request.num_computed_tokens // self.pool.block_size
+        tokens = request.token_ids[: whole * self.pool.block_size]
+        node = self.prefixes.insert(tokens, request.block_table.blocks[:whole])
+        self.prefixes.lock(node)
+        self.prefixes.unlock(request.prefix)
+        request.prefix = node
+
     def _growth(self, request: Request) -> int:
         """Blocks that must be free for a request to compute its known tokens and store one more, or all it reserves."""
-        pool, whole = self.pool, self.pool.blocks_for(self.max_context)
-        reserves = self.config.reserve == "max_context"
+        whole, reserves = self.pool.blocks_for(self.max_context), self.config.reserve == "max_context"
         stop = self.max_context if reserves else min(request.num_tokens + 1, request.max_stored)
-        if request.block_table is None:
-            need = pool.blocks_for(stop)
-        else:
-            need = request.block_table.missing(request.num_computed_tokens, stop)
+        table, following = request.block_table, request.num_computed_tokens + 1
+        need = table.missing(following - 1, following)
+        need += max(0, self.pool.blocks_for(stop) - max(len(table.blocks), self.pool.blocks_for(following)))
         return need + (whole * len(request.samples) if reserves else 0)
 
     def fork(self, request: Request) -> None:
@@ -199,11 +272,16 @@ class Scheduler:
         place = self.running.index(request) + 1
         for sample in request.samples:
             sample.block_table, sample.status = request.block_table.fork(), Status.RUNNING
+            if self.prefixes:
+                sample.prefix = request.prefix
+                self.prefixes.lock(sample.prefix)
             sample.num_computed_tokens = request.num_computed_tokens
             sample.timeline.scheduled = request.timeline.scheduled
             if self.config.reserve == "max_context":  # the prompt is shared, the rest of each reservation its own
                 sample.block_table.truncate(request.num_computed_tokens)
                 own = len(sample.block_table.blocks) * self.pool.block_size
+                if self.prefixes:
+                    self.prefixes.evict(sample.block_table.missing(own, self.max_context) - self.pool.num_free)
                 sample.block_table.prepare(own, max(own, self.max_context))
         self.running[place:place] = request.samples
         request.samples = []
@@ -229,17 +307,25 @@ class Scheduler:
             return []
         leaving, self.held = self.held, []
         for done in leaving:
-            self._free(done)
+            if done.block_table:
+                self._free(done)
         return leaving
 
     def _free(self, request: Request) -> None:
+        """Take its blocks away. Whole, computed ones stay in the prefix cache, as long as there is room."""
+        if self.prefixes:
+            self._remember(request)
+            self.prefixes.unlock(request.prefix)
         self.pool.free(request.block_table.blocks)
-        request.block_table.blocks = []
+        request.block_table = None
 
     def check(self) -> None:
         """Raises AssertionError unless every block is accounted for and every request is where its status says."""
         alive = [*self.running, *self.held]
-        self.pool.check(request.block_table for request in alive)
+        tables = [request.block_table for request in alive if request.block_table]
+        self.pool.check([*tables, *(self.prefixes.nodes() if self.prefixes else ())])
+        if self.prefixes:
+            self.prefixes.check()
         places = sum(1 + len(request.samples) for request in self.running)
         assert places <= self.max_batch_size, f"{places} samples run in a batch of {self.max_batch_size}"
         assert len({id(r) for r in [*alive, *self.waiting]}) == len(alive) + len(self.waiting), "a request is in twice"
