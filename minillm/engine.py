@@ -11,6 +11,8 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+import torch
+
 from minillm.formats import CheckpointError
 from minillm.model import Transformer
 from minillm.naive import check_prompt
@@ -79,6 +81,23 @@ class Engine:
         self._samples[first.id] = [first, *others]
         self._next_id += 1
         return first.id
+
+    def add_computed(
+        self, prompt_ids: Sequence[int], params: SamplingParams, kv, token: int, now: float, arrival: float
+    ) -> int:
+        """Queue a prompt whose keys and values `kv` were computed elsewhere, and its first token, drawn at `now`.
+
+        `kv` is whatever the runner makes of it; `DecodeRunner` wants [n_layers, 2, T, n_kv_heads, head_dim].
+        """
+        request_id = self.add_request(prompt_ids, params, arrival)
+        request = self._samples[request_id][0]
+        request.received, request.num_received = kv, len(prompt_ids)
+        if params.temperature:
+            torch.rand(1, dtype=torch.float64, generator=request.generator)  # the number that drew the first token
+        reason = request.append(token, now)
+        if reason:
+            self._end(request, reason)
+        return request_id
 
     def step(self) -> list[RequestOutput]:
         """Run one step; returns every request that got a token or ended in it.

@@ -80,6 +80,8 @@ class Request:
         self.num_computed_tokens = 0  # tokens whose keys and values are in the cache
         self.block_table: BlockTable | None = None  # while it runs
         self.prefix: Node | None = None  # the end of what it locks in the prefix cache, while it runs
+        self.received = None  # keys and values of its first `num_received` tokens, if they were computed elsewhere
+        self.num_received = 0
         self.overtaken = 0  # times that a later request was taken first
         self.status = Status.WAITING
         self.finish_reason: str | None = None  # "length", "stop", "abort" or "error"

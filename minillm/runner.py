@@ -13,7 +13,7 @@ import torch
 
 from minillm.config import ModelConfig
 from minillm.model import Transformer
-from minillm.paged_cache import PagedCache
+from minillm.paged_cache import PagedCache, PagedView
 from minillm.sampling import sample
 from minillm.scheduler import EngineConfig, Step
 
@@ -58,8 +58,8 @@ class ModelRunner:
             end += count
             rows += [end - 1] * samples  # the last token's logits, once for each sample
             drawing += [request, *request.samples][:samples]
-        view = self.cache.view([request.block_table for request in requests], starts, counts)
-        hidden = self.model(torch.tensor(tokens, device=device), torch.tensor(positions, device=device), view)
+        inputs = torch.tensor(tokens, device=device), torch.tensor(positions, device=device)
+        hidden = self.model(*inputs, self.view(step))
         if not rows:
             return [[] for _ in requests]
         if len(rows) < len(tokens) or rows != list(range(end)):
@@ -67,6 +67,11 @@ class ModelRunner:
         logits = self.model.logits(hidden)
         drawn = iter(sample(logits, [r.params for r in drawing], [r.generator for r in drawing]).tolist())
         return [[next(drawn) for _ in range(samples)] for samples in step.samples]
+
+    def view(self, step: Step) -> PagedView:
+        """The cache as the step's pass will see it."""
+        starts = [request.num_computed_tokens for request in step.requests]
+        return self.cache.view([request.block_table for request in step.requests], starts, step.counts)
 
     def now(self) -> float:
         """Seconds on the machine's steady clock."""

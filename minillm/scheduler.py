@@ -178,7 +178,7 @@ class Scheduler:
         self._free(request)
         request.timeline.preemptions += 1
         request.timeline.recomputed_tokens += request.num_computed_tokens
-        request.num_computed_tokens = 0
+        request.num_computed_tokens = request.num_received = 0
         request.status = Status.WAITING
         self.waiting.appendleft(request)
         step.preempted.append(request)
@@ -223,7 +223,10 @@ class Scheduler:
         The last token is left out: it must be computed, for the next one is drawn from it.
         """
         request.block_table = BlockTable(self.pool)
-        if self.prefixes:
+        request.prefix = self.prefixes.root if self.prefixes else None
+        if request.num_received:  # computed elsewhere: the runner will put them into these blocks
+            request.num_computed_tokens = request.num_received
+        elif self.prefixes:
             request.prefix, cached = self.prefixes.match(request.token_ids[:-1])
             self.prefixes.lock(request.prefix)
             request.block_table.blocks = self.pool.fork(cached)
@@ -251,7 +254,7 @@ class Scheduler:
 
     def _remember(self, request: Request) -> None:
         """Put its whole, computed blocks into the prefix cache."""
-        whole = request.num_computed_tokens // self.pool.block_size
+        whole = min(request.num_computed_tokens // self.pool.block_size, len(request.block_table.blocks))
         tokens = request.token_ids[: whole * self.pool.block_size]
         node = self.prefixes.insert(tokens, request.block_table.blocks[:whole])
         self.prefixes.lock(node)
