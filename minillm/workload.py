@@ -1,0 +1,230 @@
+"""Workloads: who asks for what, and when; and `replay`, which feeds a workload to an engine on its own clock.
+
+A workload is a list of `TimedRequest`. `make_workload` draws one from three parts: lengths of prompts, lengths of
+outputs, and times of arrival, each of them a function (random generator, count) -> array. All is seeded, and the
+three parts have streams of their own: another rate keeps the same requests, so that two runs differ in one thing.
+
+Published traces are not shipped. Where a paper states only the mean of its lengths, a log-normal with that mean
+stands in, and its tail is our assumption.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from minillm.sampling import SamplingParams
+
+if TYPE_CHECKING:
+    from minillm.engine import Engine
+    from minillm.request import RequestOutput
+
+Draw = Callable[[np.random.Generator, int], np.ndarray]  # (generator, count) -> [count] lengths, or arrival times
+LONGEST = 2**31  # a tail beyond this would overflow an integer before any limit could refuse it
+REDRAWS = 1000  # rounds of rejection sampling before a limit counts as out of reach
+
+
+@dataclass(frozen=True)
+class TimedRequest:
+    """One request of a workload: `arrival` in seconds after the start, the prompt, and what is asked for.
+
+    Raises ValueError for an arrival that is negative or not finite, and for an empty prompt.
+    """
+
+    arrival: float
+    prompt_ids: Sequence[int]
+    params: SamplingParams
+
+    def __post_init__(self):
+        if not is_number(self.arrival) or self.arrival < 0:
+            raise ValueError(f"arrival must be 0 or more seconds, got {self.arrival!r}")
+        if not len(self.prompt_ids):
+            raise ValueError("prompt_ids must hold at least one token, got none")
+        object.__setattr__(self, "prompt_ids", tuple(self.prompt_ids))
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """What `replay` returns for a request that the engine did not take: the request, and the engine's reason.
+
+    It has the fields of a finished output that produced nothing, so that both can be walked alike.
+    """
+
+    prompt_ids: tuple[int, ...]
+    reason: str
+    outputs: tuple = ()
+    finished: bool = True
+    metrics: None = None
+
+
+def fixed(length: int) -> Draw:
+    """Every length the same."""
+    check_length("length", length)
+    return lambda generator, count: np.full(count, length)
+
+
+def uniform(low: int, high: int) -> Draw:
+    """Any length from `low` to `high`, both included, equally likely. Orca's trace (Yu et al., 2022, section 6.2)
+    has prompts uniform(32, 512) and outputs uniform(1, 128)."""
+    check_length("low", low)
+    check_length("high", high, least=low)
+    return lambda generator, count: generator.integers(low, high, count, endpoint=True)
+
+
+def capped_exponential(mean: float, cap: int) -> Draw:
+    """Exponential lengths of that mean, rounded; what is above `cap` is drawn again, so the true mean is lower.
+
+    The widely varying outputs of the Anyscale experiment (Daniel et al., 2023: mean 128, cap 32 to 1,536) and its
+    script's `capped_exponential`, except that a length of 0 becomes 1.
+    """
+    check_positive("mean", mean)
+    check_length("cap", cap)
+    return redraw(lambda generator, count: generator.exponential(mean, count), cap)
+
+
+def log_normal(mean: float, sigma: float = 1.0, cap: int | None = None) -> Draw:
+    """Lengths whose logarithm is normal with standard deviation `sigma`, rounded, at least 1: many short, some long.
+
+    `mean` is that of the uncut distribution; what is above `cap` is drawn again. The median is
+    mean * exp(-sigma**2 / 2). No paper that we replay states a sigma: 1.0 is our assumption.
+    """
+    check_positive("mean", mean)
+    check_positive("sigma", sigma)
+    if cap is not None:
+        check_length("cap", cap)
+    mu = math.log(mean) - sigma**2 / 2
+    return redraw(lambda generator, count: generator.lognormal(mu, sigma, count), cap)
+
+
+def burst(generator: np.random.Generator, count: int) -> np.ndarray:
+    """Arrivals: everything at second 0."""
+    return np.zeros(count)
+
+
+def poisson(rate: float) -> Draw:
+    """Arrivals: `rate` requests a second on average, independent of each other; the gaps are exponential."""
+    check_positive("rate", rate)
+    return lambda generator, count: np.cumsum(generator.exponential(1.0, count)) / rate
+
+
+def make_workload(
+    count: int,
+    prompts: Draw,
+    outputs: Draw,
+    vocab_size: int,
+    arrivals: Draw = burst,
+    params: SamplingParams | None = None,
+    max_total: int | None = None,
+    seed: int = 0,
+) -> list[TimedRequest]:
+    """`count` requests in order of arrival: random token ids below `vocab_size`, a set number of output tokens each.
+
+    `params` is a pattern (greedy if None): each request gets it with its own `max_tokens`, and with `ignore_eos`,
+    so that the length asked for is the length produced. A pair whose prompt and output exceed `max_total` tokens
+    together (a model's context, say) is drawn again. The same seed gives the same workload, whatever the arrivals.
+    Raises ValueError for a count, size or limit that is not a positive integer, for a seed that is negative, and
+    where `max_total` is out of reach.
+    """
+    check_length("count", count)
+    check_length("vocab_size", vocab_size)
+    if not isinstance(seed, int) or isinstance(seed, bool) or seed < 0:
+        raise ValueError(f"seed must be an integer of at least 0, got {seed!r}")
+    for_times, for_lengths, for_tokens = map(np.random.default_rng, np.random.SeedSequence(seed).spawn(3))
+
+    def draw_pairs(generator: np.random.Generator, count: int) -> np.ndarray:
+        return np.stack([prompts(generator, count), outputs(generator, count)], axis=1)
+
+    pairs = draw_pairs(for_lengths, count)
+    if max_total is not None:
+        check_length("max_total", max_total, least=2)
+        reject(pairs, lambda pairs: pairs.sum(axis=1) > max_total, draw_pairs, for_lengths, f"max_total {max_total}")
+    pattern = replace(params or SamplingParams(temperature=0), ignore_eos=True)
+    requests = []
+    for arrival, (prompt, output) in zip(arrivals(for_times, count).tolist(), pairs.tolist(), strict=True):
+        tokens = for_tokens.integers(vocab_size, size=prompt).tolist()
+        requests.append(TimedRequest(arrival, tokens, replace(pattern, max_tokens=output)))
+    return sorted(requests, key=lambda request: request.arrival)
+
+
+def replay(engine: Engine, requests: Sequence[TimedRequest]) -> list[RequestOutput | Refusal]:
+    """Run a workload to its end on the engine's clock, real or virtual; outputs in the order of `requests`.
+
+    Second 0 of the workload is now. A request is added as soon as its time has come, between two steps; an idle
+    engine waits for the next one. Where the engine refuses a request (ValueError), its place holds a `Refusal` and
+    the others go on. Raises ValueError if the engine has unfinished requests of its own.
+    """
+    if engine.has_unfinished:
+        raise ValueError("replay needs an idle engine; this one has unfinished requests")
+    results: list[RequestOutput | Refusal | None] = [None] * len(requests)
+    places: dict[int, int] = {}  # where the output of each of the engine's ids belongs
+    start = engine.runner.now()
+    order = sorted(range(len(requests)), key=lambda place: requests[place].arrival)  # stable: ties keep their order
+    coming = 0  # place in `order` of the next to arrive
+    while coming < len(order) or engine.has_unfinished:
+        while coming < len(order) and start + requests[order[coming]].arrival <= engine.runner.now():
+            place, coming = order[coming], coming + 1
+            asked = requests[place]
+            try:
+                request_id = engine.add_request(list(asked.prompt_ids), asked.params, arrival=start + asked.arrival)
+                places[request_id] = place
+            except ValueError as error:
+                results[place] = Refusal(asked.prompt_ids, str(error))
+        if engine.has_unfinished:
+            for output in engine.step():
+                if output.finished:
+                    results[places[output.request_id]] = output
+        elif coming < len(order):
+            engine.runner.wait_until(start + requests[order[coming]].arrival)
+    return results
+
+
+def redraw(draw: Draw, cap: int | None) -> Draw:
+    """`draw` rounded to whole lengths from 1 to `cap`: what rounds to 0 becomes 1, what is above is drawn again."""
+
+    def whole(generator: np.random.Generator, count: int) -> np.ndarray:
+        return np.clip(np.rint(draw(generator, count)), 1, LONGEST).astype(np.int64)
+
+    def below_cap(generator: np.random.Generator, count: int) -> np.ndarray:
+        lengths = whole(generator, count)
+        if cap is not None:
+            reject(lengths, lambda lengths: lengths > cap, whole, generator, f"cap {cap}")
+        return lengths
+
+    return below_cap
+
+
+def reject(drawn: np.ndarray, too_long: Callable, draw: Draw, generator: np.random.Generator, limit: str) -> None:
+    """Draw again, in place, until nothing is too long. Raises ValueError naming the limit if that takes for ever."""
+    for _ in range(REDRAWS):
+        bad = too_long(drawn)
+        if not bad.any():
+            return
+        drawn[bad] = draw(generator, int(bad.sum()))
+    raise ValueError(f"{limit} is out of reach: {REDRAWS} rounds of drawing again left {bad.sum()} draws above it")
+
+
+def check_length(name: str, value: int, least: int = 1) -> None:
+    """Raises ValueError unless the value is an integer of at least `least`."""
+    if not isinstance(value, int) or isinstance(value, bool) or value < least:
+        raise ValueError(f"{name} must be an integer of at least {least}, got {value!r}")
+
+
+def check_positive(name: str, value: float) -> None:
+    """Raises ValueError unless the value is a positive finite number."""
+    if not is_number(value) or value <= 0:
+        raise ValueError(f"{name} must be a positive number, got {value!r}")
+
+
+def is_number(value) -> bool:
+    """True for a finite real number; a bool is none."""
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+
+
+# (prompt lengths, output lengths) with the means that Kwon et al. (2023, figure 11) give for their two traces. Cut at
+# max_total=2048, the context of OPT, the first pair's means fall to about 157 and 304.
+SHAREGPT_LIKE = (log_normal(161.31), log_normal(337.99))
+ALPACA_LIKE = (log_normal(19.31), log_normal(58.45))
