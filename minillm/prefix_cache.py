@@ -20,15 +20,16 @@ from minillm.paged_cache import BlockPool
 class Node:
     """A run of whole blocks that follows its parent's. `children` are found by the tokens of their first block.
 
-    `locks` counts the requests that use this node or one below it.
+    `locks` counts the requests that use this node or one below it. `offered`: it is in the heap for eviction.
     """
 
-    __slots__ = ("blocks", "children", "last_used", "locks", "parent", "tokens")
+    __slots__ = ("blocks", "children", "last_used", "locks", "offered", "parent", "tokens")
 
     def __init__(self, tokens: tuple[int, ...], blocks: list[int], parent: Node | None):
         self.tokens, self.blocks, self.parent = tokens, blocks, parent
         self.children: dict[tuple[int, ...], Node] = {}
         self.locks = self.last_used = 0
+        self.offered = False
 
 
 class PrefixCache:
@@ -40,7 +41,7 @@ class PrefixCache:
         self.num_blocks = 0  # blocks in the tree
         self.num_evictable = 0  # of those, blocks that no running request uses
         self._clock = 0
-        self._leaves: list[tuple[int, int, Node]] = []  # a heap of candidates for eviction, stale ones among them
+        self._leaves: list[tuple[int, int, Node]] = []  # a heap for eviction, one entry a node, perhaps stale
 
     def match(self, tokens: Sequence[int]) -> tuple[Node, list[int]]:
         """The longest cached start of `tokens` in whole blocks: its node, to be locked, and its blocks.
@@ -106,8 +107,10 @@ class PrefixCache:
         freed = 0
         while freed < num_blocks and self._leaves:
             last_used, _, node = heapq.heappop(self._leaves)
-            if node.locks or node.children or not node.blocks or last_used != node.last_used:
-                continue  # stale: it was used, or grew, since it was offered
+            node.offered = False
+            if node.locks or node.children or last_used != node.last_used:
+                self._offer(node)  # stale: it was used, or grew, since it was offered
+                continue
             count = min(len(node.blocks), num_blocks - freed)
             self.pool.free(node.blocks[-count:])
             key = self._key(node.tokens)
@@ -188,5 +191,6 @@ class PrefixCache:
 
     def _offer(self, node: Node) -> None:
         """A candidate for eviction, if it is one: unlocked, and with nothing below it."""
-        if node is not self.root and not node.locks and not node.children:
+        if node is not self.root and not (node.offered or node.locks or node.children):
+            node.offered = True
             heapq.heappush(self._leaves, (node.last_used, id(node), node))
