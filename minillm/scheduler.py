@@ -73,6 +73,8 @@ class Scheduler:
     """Requests wait in order of arrival, run while there is memory for them, and leave when they are done."""
 
     def __init__(self, config: EngineConfig, max_context: int, num_blocks: int):
+        if not isinstance(config, EngineConfig):
+            raise ValueError(f"config must be an EngineConfig, got {config!r}")
         self.config, self.max_context = config, max_context
         self.pool = BlockPool(num_blocks, config.block_size)
         self.waiting: deque[Request] = deque()
@@ -162,7 +164,7 @@ class Scheduler:
     def _admit(self, step: Step) -> None:
         """Move waiting requests into the batch, first come first served, while place, budget and blocks last."""
         static = self.config.batching == "static"
-        if static and self.running:
+        if not self.waiting or (static and self.running):
             return
         left = self.config.token_budget - sum(step.counts)
         places = self.max_batch_size - sum(1 + len(request.samples) for request in self.running)
@@ -191,7 +193,9 @@ class Scheduler:
         if request.block_table is None:
             need = pool.blocks_for(stop)
         else:
-            need = request.block_table.missing(request.num_computed_tokens, stop)
+            table, following = request.block_table, request.num_computed_tokens + 1
+            need = table.missing(following - 1, following)
+            need += max(0, pool.blocks_for(stop) - max(len(table.blocks), pool.blocks_for(following)))
         return need + (whole * len(request.samples) if reserves else 0)
 
     def fork(self, request: Request) -> None:
@@ -235,6 +239,21 @@ class Scheduler:
     def _free(self, request: Request) -> None:
         self.pool.free(request.block_table.blocks)
         request.block_table.blocks = []
+
+    @property
+    def used_blocks(self) -> int:
+        """Blocks that are in use."""
+        return self.pool.num_blocks - self.pool.num_free
+
+    @property
+    def stored_tokens(self) -> int:
+        """Keys and values in the cache, each shared one counted once."""
+        size, filled = self.pool.block_size, {}
+        for request in [*self.running, *self.held]:
+            for place, block in enumerate(request.block_table.blocks):
+                tokens = min(size, max(0, request.num_computed_tokens - place * size))
+                filled[block] = max(tokens, filled.get(block, 0))
+        return sum(filled.values())
 
     def check(self) -> None:
         """Raises AssertionError unless every block is accounted for and every request is where its status says."""
