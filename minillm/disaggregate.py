@@ -1,8 +1,7 @@
 """Disaggregation: one process computes prompts, another decodes (Zhong et al., 2024; Patel et al., 2024).
 
 The two phases no longer get into each other's way, and each can have the hardware that suits it. The price is that the
-keys and values of every prompt travel. They are sent layer by layer while the layers above are still being
-computed, so that most of the transfer hides behind the prefill.
+keys and values of every prompt travel: `minillm.kv_transfer` says how.
 
     from minillm.disaggregate import Disaggregated
     with Disaggregated("tiny") as llm:
@@ -20,25 +19,25 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
+from multiprocessing import connection
 
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
 from minillm.engine import Engine
+from minillm.kv_transfer import DECODE, GOODBYE, PREFILL, DecodeRunner, PrefillRunner, Transfer, receive, waiting_in
 from minillm.naive import check_prompt
-from minillm.request import CompletionOutput, RequestOutput, Timeline
-from minillm.runner import ModelRunner
+from minillm.request import CompletionOutput, Request, RequestOutput, Timeline
 from minillm.sampling import SamplingParams
-from minillm.scheduler import EngineConfig, Step
+from minillm.scheduler import EngineConfig, Scheduler
 from minillm.tokenizer import load_tokenizer
 from minillm.weights import load_model, read_config
 
-PREFILL, DECODE = 0, 1  # ranks
-GOODBYE = -1
+WAIT = 0.01  # seconds that an idle decode process sleeps between two looks at its mail
 
 
 @dataclass(frozen=True)
@@ -51,72 +50,28 @@ class Job:
     arrival: float
 
 
-class SendingView:
-    """Wraps a step's cache view: what a layer stores is also sent to the decode process, and nobody waits for it."""
+@dataclass(frozen=True)
+class Setting:
+    """What both workers need to know; `devices` has one for each."""
 
-    def __init__(self, view):
-        self.view, self.sending = view, []
-
-    def attend(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        """Shapes as in `PagedView.attend`."""
-        message = torch.stack((k, v)).contiguous()  # [2, T, n_kv_heads, D]; kept until it is sent
-        self.sending.append((dist.isend(message, DECODE), message))
-        return self.view.attend(layer, q, k, v)
-
-
-class PrefillRunner(ModelRunner):
-    """Runs prompts, and sends what it computes: a header, keys and values of every layer, the tokens drawn."""
-
-    jobs: dict[int, int] = {}  # the front's id of each of the engine's requests
-
-    def execute(self, step: Step) -> list[list[int]]:
-        """As `ModelRunner.execute`."""
-        rows = [
-            [self.jobs[request.id], request.num_computed_tokens, count]
-            for request, count in zip(step.requests, step.counts, strict=True)
-        ]
-        dist.send(torch.tensor([len(rows)]), DECODE)
-        dist.send(torch.tensor(rows), DECODE)
-        drawn = super().execute(step)
-        for work, _ in self.sent.sending:
-            work.wait()
-        dist.send(torch.tensor([tokens[0] if tokens else GOODBYE for tokens in drawn]), DECODE)
-        return drawn
-
-    def view(self, step: Step) -> SendingView:
-        """The view of this step, which sends."""
-        self.sent = SendingView(super().view(step))
-        return self.sent
+    model: str
+    config: EngineConfig
+    dtype: object
+    devices: tuple[str, str]
+    threads: int | None
+    rendezvous: str
 
 
-class DecodeRunner(ModelRunner):
-    """Puts keys and values that came from elsewhere into the cache before a request's first step."""
-
-    @torch.inference_mode()
-    def execute(self, step: Step) -> list[list[int]]:
-        """As `ModelRunner.execute`."""
-        for request in step.requests:
-            if request.received is not None:  # [n_layers, 2, T, n_kv_heads, D]
-                slots = torch.tensor(request.block_table.slots(0, request.received.shape[2]), device=self.model.device)
-                blocks, places = slots // self.cache.block_size, slots % self.cache.block_size
-                keys, values = request.received.to(self.model.device).unbind(1)
-                self.cache.v[:, blocks.unique()] = 0  # as `PagedView` does: no NaN behind the last token
-                self.cache.k[:, blocks, :, places] = keys.transpose(0, 1)
-                self.cache.v[:, blocks, :, places] = values.transpose(0, 1)
-                request.received = None
-        return super().execute(step)
-
-
-def prefill_worker(inbox, outbox, name, config: EngineConfig, dtype) -> None:
+def prefill_worker(inbox, say: Callable[[object], None], setting: Setting) -> None:
     """Compute prompts until None comes. Raises, and so ends, when the decode process is gone."""
-    runner = PrefillRunner(load_model(name, "cpu", dtype), replace(config, prefix_caching=False))
-    engine, open_ = Engine(runner, replace(config, prefix_caching=False)), True
-    outbox.put(("ready", PREFILL))
+    runner = PrefillRunner(load_model(setting.model, setting.devices[PREFILL], setting.dtype), setting.config)
+    engine, open_ = Engine(runner, setting.config), True
+    say("ready")
     while open_ or engine.has_unfinished:
         while open_ and not (engine.has_unfinished and inbox.empty()):
             job = inbox.get()
-            if job is None:
-                open_ = False
+            open_ = job is not None
+            if not open_:
                 break
             # One token ends it here; whether that token ends the request is for the decode process to say.
             only_first = replace(job.params, max_tokens=1, stop=(), stop_token_ids=(), ignore_eos=True)
@@ -124,64 +79,44 @@ def prefill_worker(inbox, outbox, name, config: EngineConfig, dtype) -> None:
         for output in engine.step():
             if output.outputs[0].error:
                 raise RuntimeError(output.outputs[0].error)
+            del runner.jobs[output.request_id]
+        say(runner.last)
     dist.send(torch.tensor([GOODBYE]), DECODE)
 
 
-def receive(arrivals: queue.Queue, layers: int, shape: tuple[int, int], dtype: torch.dtype) -> None:
-    """A thread of the decode process: collect keys and values, hand a prompt over when its first token is there."""
-    parts: dict[int, list[torch.Tensor]] = {}
-    try:
-        while True:
-            dist.recv(count := torch.zeros(1, dtype=torch.int64), PREFILL)
-            if count.item() == GOODBYE:
-                return
-            dist.recv(rows := torch.zeros(count.item(), 3, dtype=torch.int64), PREFILL)
-            counts = rows[:, 2].tolist()
-            step = torch.empty(layers, 2, sum(counts), *shape, dtype=dtype)
-            for layer in step:
-                dist.recv(layer, PREFILL)
-            dist.recv(tokens := torch.zeros(len(rows), dtype=torch.int64), PREFILL)
-            for (job, start, _), part, token in zip(rows.tolist(), step.split(counts, 2), tokens.tolist(), strict=True):
-                if start == 0:
-                    parts[job] = []  # also after a preemption, which computes the prompt anew
-                parts[job].append(part)
-                if token != GOODBYE:
-                    arrivals.put((job, torch.cat(parts.pop(job), 2), token, time.perf_counter()))
-    except Exception as error:
-        arrivals.put(error)
-
-
-def decode_worker(inbox, outbox, name, config: EngineConfig, dtype) -> None:
+def decode_worker(inbox, say: Callable[[object], None], setting: Setting) -> None:
     """Decode what arrives until None has come and all is done; lost prompts end with the reason "error"."""
-    config = replace(config, prefix_caching=False)
-    model = load_model(name, "cpu", dtype)
-    engine, jobs, names, arrivals = Engine(DecodeRunner(model, config), config), {}, {}, queue.Queue()
-    shape = (model.config.n_kv_heads, model.config.head_dim)
-    threading.Thread(target=receive, args=(arrivals, model.config.n_layers, shape, model.dtype), daemon=True).start()
-    outbox.put(("ready", DECODE))
+    model = load_model(setting.model, setting.devices[DECODE], setting.dtype)
+    engine, jobs, computed, names = Engine(DecodeRunner(model, setting.config), setting.config), {}, {}, {}
+    arrivals, shape = queue.Queue(), (model.config.n_kv_heads, model.config.head_dim)
+    expected = (arrivals, model.config.n_layers, shape, model.dtype)
+    (receiver := threading.Thread(target=receive, args=expected, daemon=True)).start()
+    say("ready")
     lost, open_ = None, True
     while open_ or jobs or engine.has_unfinished:
         while open_ and not inbox.empty():
             job = inbox.get()
             open_ = job is not None
-            if job is not None:
-                jobs[job.id] = job
-        try:
-            arrived = arrivals.get(timeout=0 if engine.has_unfinished else 0.01)
-        except queue.Empty:
-            arrived = None
-        if isinstance(arrived, Exception):
-            lost = arrived
-        elif arrived is not None and arrived[0] in jobs:
-            job = jobs.pop(arrived[0])
-            names[engine.add_computed(job.prompt_ids, job.params, *arrived[1:], arrival=job.arrival)] = job.id
-        elif arrived is not None:
-            arrivals.put(arrived)  # its job has not been read yet
-        for output in engine.step():
-            outbox.put(("output", replace(output, request_id=names[output.request_id])))
+            jobs |= {job.id: job} if open_ else {}
+        for arrival in waiting_in(arrivals, 0 if engine.has_unfinished else WAIT):
+            if isinstance(arrival, Exception):
+                lost = arrival
+            else:
+                computed[arrival.job] = arrival
+        for id in sorted(jobs.keys() & computed.keys()):
+            job, ready = jobs.pop(id), computed.pop(id)
+            added = engine.add_computed(job.prompt_ids, job.params, ready.kv, ready.token, ready.moment, job.arrival)
+            names[added] = id
+        outputs = engine.step()
+        if outputs:
+            say("alive")
+        for output in outputs:
+            if output.finished:
+                say(replace(output, request_id=names.pop(output.request_id)))
         if lost is not None:
-            for job in list(jobs.values()):
-                outbox.put(("output", failed(jobs.pop(job.id), f"the prefill process is lost: {lost}")))
+            for id in list(jobs):
+                say(failed(jobs.pop(id), f"the prefill process is lost: {lost}"))
+    receiver.join(timeout=5)  # until GOODBYE: the other side is still saying it
 
 
 def failed(job: Job, reason: str) -> RequestOutput:
@@ -190,23 +125,37 @@ def failed(job: Job, reason: str) -> RequestOutput:
     return RequestOutput(job.id, job.prompt_ids, [CompletionOutput(0, "", [], "error", reason, timeline)], True)
 
 
-def work(rank: int, inboxes, outbox, rendezvous: str, name, config: EngineConfig, dtype, threads: int | None) -> None:
-    """A worker process. Everything it says goes through loopback or the network of `torch.distributed`."""
-    if threads:
-        torch.set_num_threads(threads)
-    if rendezvous.startswith("file"):
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    dist.init_process_group("gloo", init_method=rendezvous, rank=rank, world_size=2, timeout=timedelta(days=1))
-    (prefill_worker if rank == PREFILL else decode_worker)(inboxes[rank], outbox, name, config, dtype)
+def work(rank: int, inbox, say: Callable[[object], None], setting: Setting) -> None:
+    """One of the two processes, from its first word to its last."""
+    if setting.threads:
+        torch.set_num_threads(setting.threads)
+    if setting.rendezvous.startswith("file"):  # both are on this machine
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
+    # A worker may wait for its next prompt as long as it likes. It hears at once when the other side dies.
+    rendezvous = {"init_method": setting.rendezvous, "rank": rank, "world_size": 2, "timeout": timedelta(days=1)}
+    dist.init_process_group("gloo", **rendezvous)
+    (prefill_worker if rank == PREFILL else decode_worker)(inbox, say, setting)
     dist.destroy_process_group()
+
+
+def spawned(rank: int, inbox, line: connection.Connection, setting: Setting) -> None:
+    """`work` in a process that `Disaggregated` started: it leaves when the front does, however that ends."""
+
+    def leave_with_front() -> None:
+        connection.wait([mp.parent_process().sentinel])
+        os._exit(1)
+
+    threading.Thread(target=leave_with_front, daemon=True).start()
+    work(rank, inbox, line.send, setting)
 
 
 class Disaggregated:
     """A prefill and a decode process on this machine. Closed by `close`, or as a context manager.
 
     `model` is a name or path as for `load_model`; `timeout` seconds without a sign of life end what is unfinished.
-    Text, stop strings and `n > 1` are for `LLM`: here a prompt is a list of token ids and gets one answer.
-    Raises RuntimeError if the workers do not start.
+    `devices` are those of the two processes, ("cuda:0", "cuda:1") for two GPUs. `transfers` grows by one entry for
+    each prefill step. Text, stop strings and `n > 1` are for `LLM`: here a prompt is a list of token ids and gets one
+    answer. Raises ValueError for static batching, RuntimeError if the workers do not start.
     """
 
     def __init__(
@@ -216,20 +165,30 @@ class Disaggregated:
         dtype=None,
         timeout: float = 60.0,
         threads: int | None = 1,
+        devices: tuple[str, str] = ("cpu", "cpu"),
     ):
+        if config.batching != "continuous":
+            raise ValueError(f'batching must be "continuous" in both processes, got {config.batching!r}')
         self.config, self.timeout, self._next_id = read_config(model), timeout, 0
+        self.transfers: list[Transfer] = []
+        config = replace(config, prefix_caching=False)
+        blocks = config.num_blocks or -(-self.config.max_context // config.block_size)
+        self._door = Scheduler(config, self.config.max_context, blocks)
         context = mp.get_context("spawn")
         self._folder = tempfile.TemporaryDirectory()
-        self._inboxes, self._outbox = [context.Queue(), context.Queue()], context.Queue()
-        rendezvous = f"file://{self._folder.name}/rendezvous"
-        arguments = (self._inboxes, self._outbox, rendezvous, model, config, dtype, threads)
-        self.workers = [context.Process(target=work, args=(r, *arguments), daemon=True) for r in (PREFILL, DECODE)]
-        for worker in self.workers:
-            worker.start()
-        for _ in self.workers:
-            if self._hear() is None:
-                self.close()
-                raise RuntimeError("the prefill and the decode process did not start")
+        setting = Setting(model, config, dtype, devices, threads, f"file://{self._folder.name}/rendezvous")
+        self._inboxes = [context.Queue(), context.Queue()]
+        self.workers, self._lines = [], []
+        for rank in (PREFILL, DECODE):
+            ours, theirs = context.Pipe(duplex=False)  # not a queue: its end tells that a process is gone
+            arguments = (rank, self._inboxes[rank], theirs, setting)
+            self.workers.append(context.Process(target=spawned, args=arguments, daemon=True))
+            self.workers[-1].start()
+            theirs.close()
+            self._lines.append(ours)
+        if not all(map(self._is_ready, self._lines)):
+            self.close()
+            raise RuntimeError("the prefill and the decode process did not start")
 
     def generate(self, prompts: Sequence[Sequence[int]], params: SamplingParams | None = None) -> list[RequestOutput]:
         """Serve all prompts; outputs in their order. A worker that dies ends the requests it had with "error".
@@ -242,8 +201,11 @@ class Disaggregated:
         for number, prompt in enumerate(prompts):
             try:
                 check_prompt(prompt, params, self.config)
+                self._door.add(Request(number, prompt, params))
             except ValueError as error:
                 raise ValueError(f"prompt {number}: {error}") from error
+            finally:
+                self._door.waiting.clear()
         first, self._next_id = self._next_id, self._next_id + len(prompts)
         jobs = {first + i: Job(first + i, list(p), params, time.perf_counter()) for i, p in enumerate(prompts)}
         for job in jobs.values():
@@ -251,22 +213,35 @@ class Disaggregated:
                 inbox.put(job)
         done: dict[int, RequestOutput] = {}
         while len(done) < len(jobs):
-            output = self._hear()
-            if output is None:
+            heard = self._hear()
+            if heard is None:
                 break
-            if output.finished and output.request_id in jobs:
-                done[output.request_id] = output
+            if isinstance(heard, RequestOutput) and heard.request_id in jobs:
+                done[heard.request_id] = heard
         return [done.get(id) or failed(job, "a worker is lost, or silent") for id, job in jobs.items()]
 
-    def _hear(self):
-        """The next message; None when the decode process is gone, or nobody has spoken for `timeout` seconds."""
-        deadline = time.perf_counter() + self.timeout
-        while time.perf_counter() < deadline:
+    def _is_ready(self, line: connection.Connection) -> bool:
+        """Whether a worker has loaded its model and found the other."""
+        try:
+            return line.poll(self.timeout) and line.recv() == "ready"
+        except EOFError:
+            return False
+
+    def _hear(self) -> object | None:
+        """The next word of a worker; None when the decode process is gone, or after `timeout` seconds of silence."""
+        while self._lines[DECODE] is not None:
+            lines = [line for line in self._lines if line is not None]
+            ready = connection.wait(lines, self.timeout)
+            if not ready:
+                return None
             try:
-                return self._outbox.get(timeout=0.1)[1]
-            except queue.Empty:
-                if not self.workers[DECODE].is_alive():
-                    return None
+                heard = ready[0].recv()
+            except (EOFError, OSError):  # that process is gone
+                self._lines[self._lines.index(ready[0])] = None
+                continue
+            if isinstance(heard, Transfer):
+                self.transfers.append(heard)
+            return heard
         return None
 
     def close(self) -> None:
@@ -278,6 +253,9 @@ class Disaggregated:
             if worker.is_alive():
                 worker.kill()
                 worker.join()
+        for inbox in self._inboxes:  # what nobody read any more must not keep this process from ending
+            inbox.cancel_join_thread()
+            inbox.close()
         self._folder.cleanup()
 
     def __enter__(self) -> Disaggregated:
@@ -293,18 +271,23 @@ def main(arguments: list[str]) -> None:
     parser.add_argument("model", help="a name or path as for load_model")
     parser.add_argument("prompts", nargs="+", help="texts to go on with")
     parser.add_argument("--max-tokens", type=int, default=32)
+    parser.add_argument("--devices", nargs=2, default=("cpu", "cpu"), help="of the prefill and the decode process")
     asked = parser.parse_args(arguments)
+    if os.environ.get("WORLD_SIZE") != "2":
+        parser.error("start two processes: torchrun --nproc-per-node 2 -m minillm.disaggregate ...")
     tokenizer, params = load_tokenizer(asked.model), SamplingParams(max_tokens=asked.max_tokens, temperature=0)
-    inboxes, outbox = [queue.Queue(), queue.Queue()], queue.Queue()
-    rank = int(os.environ["RANK"])
+    config, inbox = replace(EngineConfig(), prefix_caching=False), queue.Queue()
     for id, prompt in enumerate(asked.prompts):
-        inboxes[rank].put(Job(id, tokenizer.encode(prompt), params, time.perf_counter()))
-    inboxes[rank].put(None)
-    work(rank, inboxes, outbox, "env://", asked.model, EngineConfig(), None, None)
-    while rank == DECODE and not outbox.empty():
-        kind, output = outbox.get()
-        if kind == "output" and output.finished:
-            print(asked.prompts[output.request_id] + tokenizer.decode(output.outputs[0].token_ids))
+        ids = tokenizer.encode(prompt)
+        check_prompt(ids, params, read_config(asked.model))
+        inbox.put(Job(id, ids, params, time.perf_counter()))
+    inbox.put(None)
+
+    def show(word: object) -> None:
+        if isinstance(word, RequestOutput):
+            print(asked.prompts[word.request_id] + tokenizer.decode(word.outputs[0].token_ids), flush=True)
+
+    work(int(os.environ["RANK"]), inbox, show, Setting(asked.model, config, None, tuple(asked.devices), None, "env://"))
 
 
 if __name__ == "__main__":

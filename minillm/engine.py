@@ -1,8 +1,7 @@
 """The engine: requests in, tokens out, one step at a time.
 
 `Engine.step` asks the scheduler for a step, has a runner carry it out, and gives each request its tokens. The runner
-is a `ModelRunner`, which runs the model, or a `SimulatedRunner`, which only charges the time that a step would take.
-`LLM` is the front door: text in, text out.
+is a `ModelRunner` or a `SimulatedRunner`, which only charges a step's time. `LLM` is the front door: text to text.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ import torch
 from minillm.formats import CheckpointError
 from minillm.model import Transformer
 from minillm.naive import check_prompt
-from minillm.request import CompletionOutput, Request, RequestOutput, Status
+from minillm.request import Request, RequestOutput, Status
 from minillm.runner import ModelRunner, Runner
 from minillm.sampling import SamplingParams
 from minillm.scheduler import EngineConfig, Scheduler, Step
@@ -40,7 +39,10 @@ class StepRecord:
 
 
 class Engine:
-    """Serves requests that come and go, on the runner's clock. With `trace`, records every step in `.trace`."""
+    """Serves requests that come and go, on the runner's clock. With `trace`, records every step in `.trace`.
+
+    Raises ValueError for a config with other blocks than the runner's cache has.
+    """
 
     def __init__(
         self,
@@ -49,8 +51,11 @@ class Engine:
         tokenizer: Tokenizer | None = None,
         trace: bool = False,
     ):
-        self.runner, self.config, self.tokenizer = runner, config, tokenizer
         self.scheduler = Scheduler(config, runner.config.max_context, runner.num_blocks)
+        size = getattr(runner, "block_size", config.block_size)  # a simulated runner has no cache, and takes any
+        if size != config.block_size:
+            raise ValueError(f"block_size is {config.block_size} in this config and {size} in the runner's: use one")
+        self.runner, self.config, self.tokenizer = runner, config, tokenizer
         self.trace: list[StepRecord] | None = [] if trace else None
         self.stats = {"steps": 0, "tokens": 0, "preemptions": 0, "runner_seconds": 0.0, "seconds": 0.0}
         self._samples: dict[int, list[Request]] = {}  # of every request that is not delivered
@@ -65,13 +70,16 @@ class Engine:
     def add_request(
         self, prompt_ids: Sequence[int], params: SamplingParams | None = None, arrival: float | None = None
     ) -> int:
-        """Queue a prompt and return its id. `arrival` is on the runner's clock; None is now.
+        """Queue a prompt and return its id. `arrival` is on the runner's clock and not in the future; None is now.
 
         Raises ValueError for a prompt or parameters that could never be served; nothing else is touched by that.
         """
         params = SamplingParams() if params is None else params
         check_prompt(prompt_ids, params, self.runner.config, several=True)
-        arrival = self.runner.now() if arrival is None else arrival
+        now = self.runner.now()
+        arrival = now if arrival is None else arrival
+        if not isinstance(arrival, (int, float)) or not float("-inf") < arrival <= now:
+            raise ValueError(f"arrival must be a moment up to now, {now:.3f} s on the runner's clock; got {arrival!r}")
         eos = self.runner.config.eos_token_ids
         first, *others = [
             Request(self._next_id, prompt_ids, params, arrival, index, eos, self.tokenizer) for index in range(params.n)
@@ -99,10 +107,14 @@ class Engine:
             self._end(request, reason)
         return request_id
 
+    def is_unfinished(self, request_id: int) -> bool:
+        """Whether this request still waits, runs or is to be delivered."""
+        return request_id in self._samples
+
     def step(self) -> list[RequestOutput]:
         """Run one step; returns every request that got a token or ended in it.
 
-        If the runner raises, the requests of that step end with the reason "error", and the others go on.
+        If anything in it raises, the requests of that step end with the reason "error", and the others go on.
         """
         began, start = time.perf_counter(), self.runner.now()
         step = self.scheduler.schedule()
@@ -111,16 +123,17 @@ class Engine:
         for request in step.requests:
             if request.timeline.scheduled is None:
                 request.timeline.scheduled = start
+        working = [sample for request in step.requests for sample in [*request.samples, request]]
         before = time.perf_counter()
         try:
             drawn = self.runner.execute(step)
+            after = time.perf_counter()
+            self._advance(step, drawn, self.runner.now())
         except BaseException as error:
-            self._fail(step, error)
+            self._fail(working, error)
             if not isinstance(error, Exception):
                 raise  # an interrupt: the engine is in order, and the caller decides
             return self._report()
-        after = time.perf_counter()
-        self._advance(step, drawn, self.runner.now())
         self._record(step, start)
         outputs = self._report()
         self.stats["runner_seconds"] += after - before
@@ -139,9 +152,9 @@ class Engine:
 
     def _advance(self, step: Step, drawn: list[list[int]], now: float) -> None:
         """Give each request of a step its tokens."""
-        for request, count, tokens in zip(step.requests, step.counts, drawn, strict=True):
+        for request, count, samples, tokens in zip(step.requests, step.counts, step.samples, drawn, strict=True):
             self.scheduler.advance(request, count)
-            if not tokens:
+            if not samples:
                 continue
             drawing = [request, *request.samples]
             if request.samples:
@@ -161,17 +174,18 @@ class Engine:
             leaving = [request]
         else:
             leaving = self.scheduler.finish(request, reason)
+        now = self.runner.now()
         for done in leaving:
-            done.timeline.end = self.runner.now()
+            done.timeline.end = now
             self._changed[done.id] = None
 
-    def _fail(self, step: Step, error: BaseException) -> None:
-        """End the requests of a step that raised."""
-        for request in step.requests:
-            for sampled in [*request.samples, request]:
+    def _fail(self, working: list[Request], error: BaseException) -> None:
+        """End the samples of a step that raised, but for those whose last token came before that."""
+        for sampled in working:
+            self._changed[sampled.id] = None
+            if sampled.status is not Status.FINISHED:
                 sampled.error = f"{type(error).__name__}: {error}"
                 self._end(sampled, "error")
-                self._changed[sampled.id] = None
 
     def _report(self) -> list[RequestOutput]:
         """Everything that changed since the last report."""
@@ -181,14 +195,10 @@ class Engine:
     def _output(self, request_id: int) -> RequestOutput:
         """A request as it stands; forgotten here once all of it is delivered."""
         samples = self._samples[request_id]
-        finished = all(request.timeline.end is not None for request in samples)
-        if finished:
+        output = RequestOutput.of(samples)
+        if output.finished:
             del self._samples[request_id]
-        outputs = [
-            CompletionOutput(r.index, r.stop.text[: r.stop.settled], r.output_ids, r.finish_reason, r.error, r.timeline)
-            for r in samples
-        ]
-        return RequestOutput(request_id, samples[0].prompt_ids, outputs, finished)
+        return output
 
     def _record(self, step: Step, start: float) -> None:
         self.stats["steps"] += 1
@@ -196,14 +206,9 @@ class Engine:
         self.stats["preemptions"] += len(step.preempted)
         if self.trace is None:
             return
-        pool, held = self.scheduler.pool, {}
-        for request in [*self.scheduler.running, *self.scheduler.held]:
-            for place, block in enumerate(request.block_table.blocks if request.block_table else ()):
-                filled = min(pool.block_size, max(0, request.num_computed_tokens - place * pool.block_size))
-                held[block] = max(filled, held.get(block, 0))
         work = [(r.id, r.index, count) for r, count in zip(step.requests, step.counts, strict=True)]
-        used = pool.num_blocks - pool.num_free
-        self.trace.append(StepRecord(start, self.runner.now(), work, used, sum(held.values())))
+        used, stored = self.scheduler.used_blocks, self.scheduler.stored_tokens
+        self.trace.append(StepRecord(start, self.runner.now(), work, used, stored))
 
 
 class LLM:
@@ -230,6 +235,7 @@ class LLM:
         self.model = load_model(model, device, dtype) if named else model
         self.tokenizer, self.config = tokenizer, config
         self.engine = Engine(ModelRunner(self.model, config), config, tokenizer)
+        self._newest: dict[int, RequestOutput | None] = {}  # of each request that `generate` or a `stream` waits for
 
     def generate(
         self,
@@ -241,48 +247,68 @@ class LLM:
         A prompt is a text or a list of token ids; `params` is one for all, or one each. Raises ValueError, before
         anything runs, for a prompt that cannot be served.
         """
-        if isinstance(prompts, str):
-            prompts = [prompts]
-        each = [params] * len(prompts) if params is None or isinstance(params, SamplingParams) else list(params)
+        prompts = [prompts] if isinstance(prompts, str) else prompts
+        if not isinstance(prompts, (list, tuple)):
+            raise ValueError(f"prompts must be a text, or a list of texts or of lists of token ids; got {prompts!r}")
+        each = params if isinstance(params, (list, tuple)) else [params] * len(prompts)
         if len(each) != len(prompts):
-            raise ValueError(
-                f"{len(prompts)} prompts and {len(each)} SamplingParams: give one for all, or one for each"
-            )
-        ids, done = [], {}
+            raise ValueError(f"{len(prompts)} prompts and {len(each)} SamplingParams: give one for all, or one each")
+        ids = []
         try:
             for number, (prompt, wanted) in enumerate(zip(prompts, each, strict=True)):
                 try:
-                    ids.append(self.engine.add_request(self._encode(prompt), wanted))
+                    ids.append(self._add(prompt, wanted))
                 except ValueError as error:
                     raise ValueError(f"prompt {number}: {error}") from error
-            while not all(id in done for id in ids):
-                done |= {output.request_id: output for output in self.engine.step() if output.finished}
-        except BaseException:
             for id in ids:
-                self.engine.abort(id)
-            raise
-        return [done[id] for id in ids]
+                while self._newest[id] is None or not self._newest[id].finished:
+                    self._step(id)
+            return [self._newest[id] for id in ids]
+        finally:
+            self._leave(ids)
 
     def stream(self, prompt: str | Sequence[int], params: SamplingParams | None = None) -> Iterator[str]:
-        """The text of one answer, piece by piece: whole characters, and never the start of a stop string."""
+        """The text of one answer, piece by piece: whole characters, and never the start of a stop string.
+
+        Several streams may be read in turn: each step serves them all. Raises RuntimeError if a step failed.
+        """
         if self.tokenizer is None:
             raise ValueError(f"no tokenizer ({self._no_tokenizer}), so no text to stream: use generate with token ids")
-        params = SamplingParams() if params is None else params
-        if params.n != 1:
+        if params is not None and getattr(params, "n", 1) != 1:
             raise ValueError(f"a stream is one sample, got n={params.n}")
-        request_id, sent, finished = self.engine.add_request(self._encode(prompt), params), 0, False
+        request_id, output, sent = self._add(prompt, params), None, 0
         try:
-            while not finished:
-                for output in self.engine.step():
-                    if output.request_id == request_id:
-                        text, finished = output.outputs[0].text, output.finished
-                        if output.outputs[0].error:
-                            raise RuntimeError(output.outputs[0].error)
-                        if len(text) > sent:
-                            yield text[sent:]
-                            sent = len(text)
+            while output is None or not output.finished:
+                while self._newest[request_id] is output:  # unless a step of somebody else has brought more
+                    self._step(request_id)
+                output = self._newest[request_id]
+                sample = output.outputs[0]
+                if sample.error:
+                    raise RuntimeError(sample.error)
+                if len(sample.text) > sent:
+                    yield sample.text[sent:]
+                    sent = len(sample.text)
         finally:
-            self.engine.abort(request_id)  # if the reader stopped early
+            self._leave([request_id])  # if the reader stopped early
+
+    def _add(self, prompt: str | Sequence[int], params: SamplingParams | None) -> int:
+        request_id = self.engine.add_request(self._encode(prompt), params)
+        self._newest[request_id] = None
+        return request_id
+
+    def _step(self, awaited: int) -> None:
+        """One step for all. Raises RuntimeError if `awaited` has left the engine without coming here."""
+        if not self.engine.is_unfinished(awaited):
+            raise RuntimeError(f"request {awaited} was aborted, or taken by another caller of engine.step")
+        for output in self.engine.step():
+            if output.request_id in self._newest:
+                self._newest[output.request_id] = output
+
+    def _leave(self, ids: Sequence[int]) -> None:
+        """Nobody waits for these any more: what is unfinished of them ends."""
+        for id in ids:
+            self.engine.abort(id)
+            del self._newest[id]
 
     def _encode(self, prompt: str | Sequence[int]) -> Sequence[int]:
         if not isinstance(prompt, str):

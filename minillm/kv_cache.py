@@ -39,6 +39,7 @@ class ContiguousCache:
         self.v = torch.empty(shape, device=device, dtype=dtype)
         self.capacity = capacity
         self.lengths = [0] * num_sequences
+        self._view: ContiguousView | None = None  # of the pass that `attend` is in
 
     def view(self, counts: Sequence[int]) -> ContiguousView:
         """The cache as one forward pass sees it: the flat run holds counts[s] new tokens of sequence s, in order.
@@ -58,12 +59,17 @@ class ContiguousCache:
         """For a cache of one sequence: the whole run continues it. See `ContiguousView.attend`."""
         if len(self.lengths) != 1:
             raise ValueError(f"this cache holds {len(self.lengths)} sequences: pass cache.view(counts) to the model")
-        return self.view([q.shape[0]]).attend(layer, q, k, v)
+        if layer == 0 or self._view is None:
+            self._view = self.view([q.shape[0]])
+        view = self._view
+        if layer == len(self.k) - 1:
+            self._view = None
+        return view.attend(layer, q, k, v)
 
     def positions(self, counts: Sequence[int]) -> torch.Tensor:
         """Positions [T] of the new tokens of a step: those of sequence s start at lengths[s]."""
-        runs = [torch.arange(n, n + c) for n, c in zip(self.lengths, counts, strict=True)]
-        return torch.cat(runs).to(self.k.device)
+        runs = (range(n, n + c) for n, c in zip(self.lengths, counts, strict=True))
+        return torch.tensor([position for run in runs for position in run], dtype=torch.long, device=self.k.device)
 
     def truncate(self, sequence: int, length: int) -> None:
         """Forget the tokens of one sequence from `length` on. Raises ValueError if it holds fewer."""
@@ -90,14 +96,20 @@ class ContiguousView:
         self.cache = cache
         self.counts = counts
         self.starts = list(cache.lengths)
+        self.total = sum(counts)
+        self.together = set(counts) == {1} and len(set(self.starts)) == 1
+        if self.together:  # slices for all layers at once: one call each, where a layer at a time would make two
+            start = self.starts[0]
+            self.slots = list(zip(cache.k[:, :, :, start], cache.v[:, :, :, start], strict=True))
+            self.stored = list(zip(cache.k[:, :, :, : start + 1], cache.v[:, :, :, : start + 1], strict=True))
 
     def attend(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         """Store k and v [T, n_kv_heads, D] at the end of their sequences, then attend over all that is stored.
 
         q [T, n_heads, D] -> [T, n_heads, D]. Raises ValueError if the run is not as long as the counts say.
         """
-        if sum(self.counts) != q.shape[0]:
-            raise ValueError(f"counts {self.counts} add up to {sum(self.counts)}, but the run has {q.shape[0]} tokens")
+        if self.total != q.shape[0]:
+            raise ValueError(f"counts {self.counts} add up to {self.total}, but the run has {q.shape[0]} tokens")
         if k.shape != v.shape or k.shape != (q.shape[0], *self.cache.k.shape[2::2]):
             expected = [q.shape[0], *self.cache.k.shape[2::2]]
             raise ValueError(f"k and v must be {expected}, got {list(k.shape)} and {list(v.shape)}")
@@ -105,24 +117,24 @@ class ContiguousView:
             raise ValueError(
                 f"this view began at lengths {self.starts}, the cache is at {self.cache.lengths}: make a new one"
             )
-        keys, values = self.cache.k[layer], self.cache.v[layer]
-        if max(self.counts) == 1 and len(set(self.starts)) == 1 and min(self.counts) == 1:
-            out = self.decode_together(keys, values, q, k, v)
+        if self.together:
+            out = self.decode_together(layer, q, k, v)
         else:
-            out = self.one_by_one(keys, values, q, k, v)
+            out = self.one_by_one(self.cache.k[layer], self.cache.v[layer], q, k, v)
         if layer == len(self.cache.k) - 1:
             self.cache.lengths = [start + count for start, count in zip(self.starts, self.counts, strict=True)]
         return out
 
-    def decode_together(self, keys, values, q, k, v) -> torch.Tensor:
+    def decode_together(self, layer, q, k, v) -> torch.Tensor:
         """Every sequence has one new token and the same length: one product over the whole batch.
 
         The query heads that share a key/value head become the rows of one query, so it is read once for all.
         """
-        start = self.starts[0]
-        keys[:, :, start], values[:, :, start] = k, v
-        grouped = q.unflatten(1, (k.shape[1], -1))  # [B, n_kv_heads, group, D]
-        return F.scaled_dot_product_attention(grouped, keys[:, :, : start + 1], values[:, :, : start + 1]).flatten(1, 2)
+        slot_k, slot_v = self.slots[layer]
+        slot_k.copy_(k)
+        slot_v.copy_(v)
+        grouped = q.view(len(q), k.shape[1], -1, q.shape[-1])  # [B, n_kv_heads, group, D]
+        return F.scaled_dot_product_attention(grouped, *self.stored[layer]).flatten(1, 2)
 
     def one_by_one(self, keys, values, q, k, v) -> torch.Tensor:
         """Any mix of counts and lengths: attention sequence by sequence."""

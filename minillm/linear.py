@@ -12,6 +12,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+PACKED_FROM = 400_000  # weights: in a smaller layer, a packed product's fixed cost is more than it saves
 PACKED_FOR = 32  # rows that the packed order is chosen for; it serves any number
 
 
@@ -19,8 +20,9 @@ class Linear(nn.Module):
     """y = x Wᵀ + b, with `weight` [out_features, in_features] and `bias` [out_features] or None.
 
     Frozen weights in float32 on a CPU are rearranged by the first product. The parameter keeps its shape and values,
-    but is stored column by column, which is the faster order for one row. For two or more rows there is a packed
-    copy, as large again. It is made anew when the weights change, except behind autograd's back (`weight.data`).
+    but with more outputs than inputs it is stored column by column, which is the faster order for one row. For two
+    or more rows a large layer has a packed copy, as large again; in a small one it would not pay. It is made anew
+    when the weights change, except behind autograd's back (`weight.data`).
     Weights in training, and everything else, go through `F.linear` as they are. Where memory is short,
     `Linear.packing = False` does without the copies.
     """
@@ -39,9 +41,9 @@ class Linear(nn.Module):
         if weight.requires_grad:
             self._packed = None  # training is about to change it; a fused optimizer does so without a new version
         elif weight.device.type == "cpu" and weight.dtype == torch.float32 and not torch.compiler.is_compiling():
-            if weight.stride(0) != 1:
-                store_by_column(weight)
-            if x.numel() > x.shape[-1]:
+            if weight.stride(0) != 1 and weight.shape[0] > weight.shape[1]:
+                store_by_column(weight)  # memory is read in runs of the longer side
+            if weight.numel() >= PACKED_FROM and x.numel() > x.shape[-1]:
                 packed = self._packed_weight(x)
         return F.linear(x, weight, self.bias) if packed is None else packed_linear(x, packed, self.bias)
 

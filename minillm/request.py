@@ -122,6 +122,11 @@ class Request:
         self.timeline.token_times.append(now)
         return self.stop.add(token)
 
+    @property
+    def text(self) -> str:
+        """What the output spells. While it runs, what could be the start of a stop string is held back."""
+        return self.stop.text if self.finish_reason else self.stop.text[: self.stop.settled]
+
     def __repr__(self) -> str:
         return (
             f"Request({self.id}.{self.index}, {self.status.value}, {self.num_computed_tokens} of {self.num_tokens} "
@@ -149,6 +154,15 @@ class RequestOutput:
     prompt_ids: list[int]
     outputs: list[CompletionOutput]
     finished: bool
+
+    @classmethod
+    def of(cls, samples: Sequence[Request]) -> RequestOutput:
+        """From the samples of one prompt."""
+        outputs = [
+            CompletionOutput(r.index, r.text, r.output_ids, r.finish_reason, r.error, r.timeline) for r in samples
+        ]
+        finished = all(request.timeline.end is not None for request in samples)
+        return cls(samples[0].id, samples[0].prompt_ids, outputs, finished)
 
     @property
     def metrics(self) -> Timeline:

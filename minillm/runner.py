@@ -41,9 +41,12 @@ class ModelRunner:
     """Runs the model over a paged cache. Its clock is the real one."""
 
     def __init__(self, model: Transformer, config: EngineConfig = EngineConfig()):  # noqa: B008, it is frozen
+        if not isinstance(config, EngineConfig):
+            raise ValueError(f"config must be an EngineConfig, got {config!r}")
         self.model, self.config = model, model.config
         self.num_blocks = config.num_blocks or default_num_blocks(model, config)
-        self.cache = PagedCache(model.config, self.num_blocks, config.block_size, model.device, model.dtype)
+        self.block_size = config.block_size
+        self.cache = PagedCache(model.config, self.num_blocks, self.block_size, model.device, model.dtype)
 
     @torch.inference_mode()
     def execute(self, step: Step) -> list[list[int]]:

@@ -142,13 +142,18 @@ def greedy(logits: torch.Tensor, params: Sequence[SamplingParams]) -> torch.Tens
         raise ValueError(
             f"logits must be [{len(params)}, vocab_size], a row for each request, got {list(logits.shape)}"
         )
-    top, best = logits.max(-1)  # NaN wins every maximum, so one look at the largest finds any bad row
-    bad = (~torch.isfinite(top)).nonzero()[:, 0].tolist()
-    if bad:
-        raise ValueError(
-            f"row {bad[0]} of the logits has {top[bad[0]].item()} as its largest value; "
-            "there must be a finite one, and neither NaN nor infinity"
-        )
+    if logits.is_cpu and logits.dtype in (torch.float32, torch.float64):
+        # NumPy compares many values at a time, PyTorch one by one: several times slower for a large vocabulary.
+        best = torch.from_numpy(logits.detach().numpy().argmax(-1))
+        top = logits.gather(1, best[:, None])[:, 0]
+    else:
+        top, best = logits.max(-1)
+    for row, value in enumerate(top.tolist()):  # NaN wins every maximum, so the largest shows any bad row
+        if not math.isfinite(value):
+            raise ValueError(
+                f"row {row} of the logits has {value} as its largest value; "
+                "there must be a finite one, and neither NaN nor infinity"
+            )
     return best
 
 

@@ -84,6 +84,8 @@ class Scheduler:
     """Requests wait in order of arrival, run while there is memory for them, and leave when they are done."""
 
     def __init__(self, config: EngineConfig, max_context: int, num_blocks: int):
+        if not isinstance(config, EngineConfig):
+            raise ValueError(f"config must be an EngineConfig, got {config!r}")
         self.config, self.max_context = config, max_context
         self.pool = BlockPool(num_blocks, config.block_size)
         self.prefixes = PrefixCache(self.pool) if config.prefix_caching else None
@@ -186,7 +188,7 @@ class Scheduler:
     def _admit(self, step: Step) -> None:
         """Move waiting requests into the batch, first come first served, while place, budget and blocks last."""
         static = self.config.batching == "static"
-        if static and self.running:
+        if not self.waiting or (static and self.running):
             return
         left = self.config.token_budget - sum(step.counts)
         places = self.max_batch_size - sum(1 + len(request.samples) for request in self.running)
@@ -321,6 +323,21 @@ class Scheduler:
             self.prefixes.unlock(request.prefix)
         self.pool.free(request.block_table.blocks)
         request.block_table = None
+
+    @property
+    def used_blocks(self) -> int:
+        """Blocks that are in use."""
+        return self.pool.num_blocks - self.pool.num_free
+
+    @property
+    def stored_tokens(self) -> int:
+        """Keys and values in the cache, each shared one counted once."""
+        size, filled = self.pool.block_size, {}
+        for request in [*self.running, *self.held]:
+            for place, block in enumerate(request.block_table.blocks if request.block_table else ()):
+                tokens = min(size, max(0, request.num_computed_tokens - place * size))
+                filled[block] = max(tokens, filled.get(block, 0))
+        return sum(filled.values())
 
     def check(self) -> None:
         """Raises AssertionError unless every block is accounted for and every request is where its status says."""

@@ -19,7 +19,7 @@ from minillm.config import PRESETS, ModelConfig
 from minillm.formats import CheckpointError, StoredTensor
 from minillm.model import RotaryEmbedding, Transformer
 
-SHIPPED = ("tiny", "draft")
+SHIPPED = ("tiny", "tiny-mha", "draft")
 DTYPES = {str(d).removeprefix("torch."): d for d in (torch.float32, torch.float64, torch.bfloat16, torch.float16)}
 HUGGING_FACE, GGUF = 0, 1  # columns of the next two tables: our module, then the modules stored in its place
 OUTER = {
@@ -40,7 +40,7 @@ LAYER = {
 
 
 def find_checkpoint(name_or_path: str | Path) -> Path:
-    """The folder or GGUF file of "smollm2", "tiny", "draft", or a path. Raises CheckpointError with the remedy."""
+    """The folder or GGUF file of "smollm2", of a shipped model, or a path. Raises CheckpointError with the remedy."""
     if not isinstance(name_or_path, (str, Path)) or not str(name_or_path) or len(str(name_or_path)) > 1000:
         raise CheckpointError(
             f"a model is a name or a path, got {str(name_or_path)[:50]!r} ({type(name_or_path).__name__})"
@@ -69,7 +69,7 @@ def load_model(
 ) -> Transformer:
     """A model ready to run: in eval mode, without gradients.
 
-    `name_or_path` is "smollm2", "tiny", "draft", a Hugging Face folder, a GGUF file, or a preset without a
+    `name_or_path` is "smollm2", "tiny", "tiny-mha", "draft", a Hugging Face folder, a GGUF file, or a preset without a
     checkpoint ("post-0.5b"), which gets random weights, the same each time. `device` defaults to the GPU where
     there is one; `dtype` to bfloat16 on it and to float32 on the CPU. Raises CheckpointError, ValueError.
     """

@@ -5,11 +5,13 @@ outputs, and times of arrival, each of them a function (random generator, count)
 three parts have streams of their own: another rate keeps the same requests, so that two runs differ in one thing.
 
 Published traces are not shipped. Where a paper states only the mean of its lengths, a log-normal with that mean
-stands in, and its tail is our assumption.
+stands in, and its tail is our assumption. Requests that share their start come as `Session`s: `make_sessions`
+draws them, `converse` runs them.
 """
 
 from __future__ import annotations
 
+import heapq
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -59,6 +61,22 @@ class Refusal:
     outputs: tuple = ()
     finished: bool = True
     metrics: None = None
+
+
+@dataclass(frozen=True)
+class Session:
+    """A conversation or program: each prompt is all that came before, answers included, and the turn's own tokens.
+
+    `arrival` in seconds after the start; a turn follows at once on the answer before it.
+    """
+
+    turns: tuple[tuple[int, ...], ...]
+    params: SamplingParams
+    arrival: float = 0.0
+
+    def __post_init__(self):
+        if not self.turns:
+            raise ValueError("a session needs at least one turn, got none")
 
 
 def fixed(length: int) -> Draw:
@@ -157,28 +175,79 @@ def replay(engine: Engine, requests: Sequence[TimedRequest]) -> list[RequestOutp
     engine waits for the next one. Where the engine refuses a request (ValueError), its place holds a `Refusal` and
     the others go on. Raises ValueError if the engine has unfinished requests of its own.
     """
+    each = [Session((request.prompt_ids,), request.params, request.arrival) for request in requests]
+    return [outputs[0] for outputs in converse(engine, each)]
+
+
+def make_sessions(
+    count: int, own: Draw, outputs: Draw, vocab_size: int, *, shared: int = 0, groups: int = 1, turns: int = 1,
+    copies: int = 1, arrivals: Draw = burst, seed: int = 0,
+) -> list[Session]:  # fmt: skip
+    """`count` sessions of `turns` turns, each with tokens of its `own`; the first turn starts with `shared` others.
+
+    There are `groups` different shared starts, which take turns. `copies` sessions in a row are equal, as samples of
+    one prompt that are asked for one by one. All answers of a session have one length. Greedy, random tokens.
+    Raises ValueError for a number that is not a positive integer; `shared` and `seed` may be 0.
+    """
+    sizes = {"count": count, "vocab_size": vocab_size, "groups": groups, "turns": turns, "copies": copies}
+    for name, value in [*sizes.items(), ("shared", shared), ("seed", seed)]:
+        check_length(name, value, least=1 if name in sizes else 0)
+    for_times, for_lengths, for_tokens = map(np.random.default_rng, np.random.SeedSequence(seed).spawn(3))
+    different = -(-count // copies)
+    lengths = own(for_lengths, different * turns).reshape(different, turns).tolist()
+    limits = outputs(for_lengths, different).tolist()
+    starts = for_tokens.integers(vocab_size, size=(groups, shared)).tolist()
+    made = []
+    for number, (each, limit) in enumerate(zip(lengths, limits, strict=True)):
+        first, *later = (tuple(for_tokens.integers(vocab_size, size=length).tolist()) for length in each)
+        params = SamplingParams(max_tokens=limit, temperature=0, ignore_eos=True)
+        made.append(Session(((*starts[number % groups], *first), *later), params))
+    times = np.sort(arrivals(for_times, count)).tolist()
+    return [replace(made[place // copies], arrival=time) for place, time in enumerate(times)]
+
+
+def programs(unit: int) -> dict[str, dict]:
+    """Arguments of `make_sessions` for kinds of programs of Zheng et al. (2024, section 6.1), and for nothing shared.
+
+    `unit` tokens scale the lengths. 64 gives the chat its published 256 to 512 a turn; the rest is our assumption.
+    """
+    return {
+        "few-shot": {"shared": 10 * unit, "own": uniform(unit, 2 * unit), "outputs": fixed(1)},
+        "chat": {"own": uniform(4 * unit, 8 * unit), "outputs": uniform(4, 8), "turns": 4},
+        "agent": {"shared": 12 * unit, "own": uniform(2 * unit, 3 * unit), "outputs": fixed(unit), "turns": 5},
+        "samples": {"own": fixed(16 * unit), "outputs": fixed(2 * unit), "copies": 8},
+        "nothing shared": {"own": uniform(8 * unit, 12 * unit), "outputs": fixed(2 * unit)},
+    }
+
+
+def converse(engine: Engine, sessions: Sequence[Session]) -> list[list[RequestOutput | Refusal]]:
+    """Run sessions to their end on the engine's clock; the outputs of each, turn by turn.
+
+    A session of which the engine refuses a turn ends with that `Refusal`. Raises ValueError if the engine is busy.
+    """
     if engine.has_unfinished:
         raise ValueError("replay needs an idle engine; this one has unfinished requests")
-    results: list[RequestOutput | Refusal | None] = [None] * len(requests)
-    places: dict[int, int] = {}  # where the output of each of the engine's ids belongs
-    start = engine.runner.now()
-    order = sorted(range(len(requests)), key=lambda place: requests[place].arrival)  # stable: ties keep their order
-    coming = 0  # place in `order` of the next to arrive
-    while coming < len(order) or engine.has_unfinished:
-        while coming < len(order) and start + requests[order[coming]].arrival <= engine.runner.now():
-            place, coming = order[coming], coming + 1
-            asked = requests[place]
+    start, results = engine.runner.now(), [[] for _ in sessions]
+    due = sorted((start + session.arrival, place) for place, session in enumerate(sessions))  # sorted, so a heap
+    places: dict[int, int] = {}  # which session each of the engine's ids belongs to
+    past: list[list[int]] = [[] for _ in sessions]
+    while due or engine.has_unfinished:
+        while due and due[0][0] <= engine.runner.now():
+            moment, place = heapq.heappop(due)
+            prompt = [*past[place], *sessions[place].turns[len(results[place])]]
             try:
-                request_id = engine.add_request(list(asked.prompt_ids), asked.params, arrival=start + asked.arrival)
-                places[request_id] = place
+                places[engine.add_request(prompt, sessions[place].params, arrival=moment)] = place
             except ValueError as error:
-                results[place] = Refusal(asked.prompt_ids, str(error))
-        if engine.has_unfinished:
-            for output in engine.step():
-                if output.finished:
-                    results[places[output.request_id]] = output
-        elif coming < len(order):
-            engine.runner.wait_until(start + requests[order[coming]].arrival)
+                results[place].append(Refusal(tuple(prompt), str(error)))
+        if due and not engine.has_unfinished:
+            engine.runner.wait_until(due[0][0])
+        for output in engine.step() if engine.has_unfinished else ():
+            if output.finished:
+                place = places.pop(output.request_id)
+                results[place].append(output)
+                if len(results[place]) < len(sessions[place].turns):
+                    past[place] = [*output.prompt_ids, *output.outputs[0].token_ids]
+                    heapq.heappush(due, (engine.runner.now(), place))
     return results
 
 

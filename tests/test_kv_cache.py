@@ -134,6 +134,27 @@ def test_a_failed_pass_leaves_the_lengths(model):
     assert cache.lengths == [0]
 
 
+def test_a_cache_of_one_sequence_after_a_failed_pass(model):
+    """Handed over as it is, it begins anew at the first layer, wherever the last pass stopped."""
+    tokens = [5, 6, 7, 8]
+    cache = poisoned()
+    model(torch.tensor(tokens[:3]), cache.positions([3]), cache)
+    q, k = torch.randn(1, 6, 10).double(), torch.randn(1, 2, 10).double()
+    cache.attend(0, q, k, k)
+    cache.truncate(0, 2)
+    out = model(torch.tensor(tokens[2:]), cache.positions([2]), cache)
+    torch.testing.assert_close(out, whole(model, tokens)[2:], rtol=1e-9, atol=1e-9)
+    assert cache.lengths == [4]
+
+
+def test_positions_go_on_where_sequences_end():
+    """Integers in the order of the run, also for a sequence that gets none, and for an empty step."""
+    cache = ContiguousCache(CONFIG, 3)
+    cache.lengths = [4, 0, 9]
+    assert cache.positions([2, 3, 0]).tolist() == [4, 5, 0, 1, 2]
+    assert cache.positions([0, 0, 0]).dtype == torch.long
+
+
 def test_a_spent_view_is_refused(model):
     """A view serves one pass; used again, it would overwrite what the pass has stored."""
     cache = poisoned()

@@ -3,7 +3,6 @@
 import importlib
 import json
 import math
-import os
 import re
 import subprocess
 import sys
@@ -16,6 +15,7 @@ import matplotlib
 import numpy as np
 import pytest
 import torch
+from conftest import draw
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -434,15 +434,6 @@ def test_the_engine_never_imports_the_lab():
 # Explorers
 
 
-def draw(batch, device):
-    """A frame for the tests: a line that `batch` moves, a bar that `device` names."""
-    fig, ax = style.subplots(4, 2)
-    ax.plot([0, 1], [0, batch], color=style.color("decode"))
-    ax.bar([0.5], [2], color=style.color("weights"))
-    ax.set(ylim=(0, 9), title=device, xlabel="x", ylabel="y (ms)")
-    return fig, f"A line that rises to {batch} milliseconds on {device}"
-
-
 @pytest.fixture
 def building(monkeypatch):
     """As while the book is built."""
@@ -523,6 +514,44 @@ def test_explorer_refuses_what_it_cannot_show(building):
         lab.slider([1.0001, 1.0002])
     with pytest.raises(ValueError, match="control"):
         lab.explore(draw)
+    with pytest.raises(ValueError, match="a function that draws a figure, got 7"):
+        lab.explore(7, batch=[1, 2])
+
+
+@pytest.mark.parametrize("given", [None, 5, "ab", {1, 2}, (n for n in range(3))], ids=repr)
+def test_what_cannot_be_a_control_is_named(given):
+    """A set has no order, and a generator can be gone through only once."""
+    for make_control in (lab.slider, lab.choice, lambda values: lab.explore(draw, batch=values)):
+        with pytest.raises(ValueError, match=re.escape(f"got {given!r}")):
+            make_control(given)
+
+
+def test_a_control_may_be_an_array_or_a_range():
+    assert lab.slider(np.array([1, 2, 4])).values == (1, 2, 4) and lab.choice(range(2)).labels == ("0", "1")
+    assert explore.as_control("n", {"few": 1, "many": 9}).kind == "slider"
+    assert explore.as_control("n", [True, False]).kind == "choice"
+
+
+@pytest.mark.parametrize("given", [None, 5, "rows", {"a": 1}])
+def test_what_cannot_be_rows_is_named(given):
+    for call in (
+        lambda: lab.table(given, ["a"]),
+        lambda: lab.table([given], ["a"]),
+        lambda: lab.table([["x"]], given),
+        lambda: lab.predicted_vs_measured(given),
+        lambda: lab.predicted_vs_measured([given]),
+    ):
+        with pytest.raises(ValueError, match=re.escape(f"got {given!r}")):
+            call()
+    with pytest.raises(ValueError, match=r"a number or a text, got \[1\]"):
+        lab.table([[[1]]], ["a"])
+    with pytest.raises(ValueError, match=r"3 to 7 fields.* got \('x', 1\)"):
+        lab.predicted_vs_measured([("x", 1)])
+
+
+def test_rows_may_come_from_a_generator():
+    made = lab.table(((n, n * n) for n in range(3)), ["n", "n²"])
+    assert [[text for text, _ in row] for row in made.rows] == [["0", "0"], ["1", "1"], ["2", "4"]]
 
 
 def test_explorer_refuses_a_heavy_page(building, monkeypatch):
@@ -537,21 +566,6 @@ def test_shared_pieces_give_back_every_frame(frames):
     parts, rows = explore.share(frames)
     assert ["".join(parts[i] for i in row) for row in rows] == frames
     assert len(set(parts)) == len(parts)
-
-
-CHROMIUM = next((p for p in ("/usr/bin/chromium", "/usr/bin/chromium-browser") if os.path.exists(p)), None)
-
-
-@pytest.fixture(scope="module")
-def browser():
-    """Headless Chromium."""
-    playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
-    if CHROMIUM is None:
-        pytest.skip("no Chromium on this machine")
-    with playwright.sync_playwright() as p:
-        running = p.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox", "--disable-gpu"])
-        yield running
-        running.close()
 
 
 def page_of(body: str, theme: str) -> str:

@@ -15,6 +15,15 @@ from minillm.linear import Linear, pack, packed_linear
 from minillm.model import Transformer
 from minillm.naive import NoCache
 
+
+@pytest.fixture(scope="module", autouse=True)
+def small_layers_are_packed_too():
+    """The tests' layers are small; what they show of packing holds for any size."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(linear, "PACKED_FROM", 0)
+        yield
+
+
 packs = pytest.mark.skipif(pack(torch.randn(3, 2)) is None, reason="this PyTorch has no packed product")
 
 
@@ -78,6 +87,27 @@ def test_a_packed_copy_is_made_by_two_rows_and_kept():
     assert packed is not None
     check(made, torch.randn(40, 5))
     assert made._packed[1] is packed
+
+
+@packs
+def test_a_small_layer_is_not_packed(monkeypatch):
+    """Below the threshold the plain product serves every batch; at it, the packed one."""
+    torch.manual_seed(10)
+    monkeypatch.setattr(linear, "PACKED_FROM", 36)
+    small, large = layer(5, 7), layer(4, 9)
+    for made in (small, large):
+        check(made, torch.randn(3, made.weight.shape[1]))
+    assert small._packed is None and large._packed[1] is not None
+
+
+def test_memory_runs_along_the_longer_side():
+    """More outputs than inputs: by column, which is what one row reads fastest. Values and shape stay."""
+    torch.manual_seed(11)
+    for in_features, out_features, stride in ((5, 7, (1, 7)), (7, 5, (7, 1)), (6, 6, (6, 1))):
+        made = layer(in_features, out_features)
+        before = made.weight.clone()
+        check(made, torch.randn(1, in_features))
+        assert made.weight.stride() == stride and torch.equal(made.weight, before)
 
 
 def change_in_place(made):

@@ -2,8 +2,7 @@
 
 Each check is a function that returns the faults it finds, as text. The first tests show every check a page
 with the fault it is for; then the checks meet the built pages (`make html` first; else that part is skipped).
-The browser is an installed Chromium, driven by Playwright. Where there is none these tests are skipped, unless
-the variable CI is set: then its absence is an error.
+The browser is an installed Chromium, driven by Playwright (`browser` in conftest.py).
 """
 
 import json
@@ -20,6 +19,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+from conftest import draw
 
 from minillm import lab
 from minillm.lab import notebooks, source, style
@@ -30,22 +30,6 @@ CHAPTER = notebooks.ROOT / "book" / "02_memory_bound.ipynb"
 PHONE, DESK = {"width": 390, "height": 844}, {"width": 1280, "height": 900}
 THEMES = ("light", "dark")
 PATIENCE = 120_000  # milliseconds; a busy machine is no failure
-
-
-@pytest.fixture(scope="module")
-def browser():
-    """Headless Chromium."""
-    names = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
-    found = next(filter(None, map(shutil.which, names)), None)
-    if found is None:
-        reason = f"no Chromium on this machine, looked for {', '.join(names)}"
-        pytest.fail(reason) if os.environ.get("CI") else pytest.skip(reason)
-    from playwright.sync_api import sync_playwright
-
-    with sync_playwright() as playwright:
-        running = playwright.chromium.launch(executable_path=found, args=["--no-sandbox", "--disable-gpu"])
-        yield running
-        running.close()
 
 
 @contextmanager
@@ -258,14 +242,6 @@ def folded_faults(tab) -> list[str]:
 
 
 # Each check can fail
-
-
-def draw(batch, device):
-    fig, ax = style.subplots(4, 2)
-    ax.plot([0, 1], [0, batch], color=style.color("decode"))
-    ax.bar([0.5], [2], color=style.color("weights"))
-    ax.set(ylim=(0, 9), title=device, xlabel="x", ylabel="y (ms)")
-    return fig, f"A line that rises to {batch} milliseconds on {device}"
 
 
 @pytest.fixture(scope="module")

@@ -75,7 +75,70 @@ def test_insert_refuses_what_does_not_fill_its_blocks():
         cache.insert([1, 2, 3, 4], [block])
 
 
-@pytest.mark.parametrize("fault", ["lock", "count", "tokens", "freed", "parent"])
+def test_peek_says_what_match_would_find_and_changes_nothing():
+    cache = PrefixCache(BlockPool(20, 2))
+    add(cache, [1, 1, 2, 2, 3, 3])
+    add(cache, [4, 4])
+    before = [(id(node), list(node.blocks), node.last_used, node.locks) for node in cache.nodes()]
+    for tokens, blocks in ([1, 1, 2, 2, 9], 2), ([1, 1, 9, 9], 1), ([], 0), ([1], 0), ([4, 4, 4, 4], 1):
+        assert cache.peek(tokens) == blocks
+    assert before == [(id(node), list(node.blocks), node.last_used, node.locks) for node in cache.nodes()]
+    for tokens, blocks in ([1, 1, 2, 2, 9], 2), ([1, 1, 9, 9], 1), ([], 0), ([4, 4, 4, 4], 1):
+        assert len(cache.match(tokens)[1]) == blocks
+        cache.check()
+
+
+def test_a_split_under_a_lock_keeps_both_parts():
+    """E2: the lock of the matched node holds, and so do those above it, wherever the node is cut later."""
+    pool = BlockPool(20, 3)
+    cache = PrefixCache(pool)
+    blocks = add(cache, list(range(12)))
+    node, found = cache.match(list(range(12)))
+    cache.lock(node)
+    cache.lock(node)
+    for cut in (2, 1, 3):  # match splits where it stops
+        upper, part = cache.match(list(range(3 * cut)))
+        assert part == blocks[:cut] and upper.locks == 2
+        cache.check()
+    assert cache.num_evictable == 0 and cache.evict(5) == 0
+    cache.unlock(node)
+    assert cache.evict(5) == 0, "the second lock still holds all four parts"
+    cache.unlock(node)
+    assert cache.num_evictable == 4 and cache.evict(1) == 1 and cache.match(list(range(12)))[1] == blocks[:3]
+    assert found == blocks
+    cache.check()
+
+
+@pytest.mark.parametrize("size", [1, 2, 5])
+def test_eviction_takes_as_many_blocks_as_asked_and_stays_aligned(size):
+    """E2: with blocks of several tokens, what is left of a node is whole blocks, and its start is still found."""
+    pool = BlockPool(12, size)
+    cache = PrefixCache(pool)
+    tokens = [t for t in range(6) for _ in range(size)]
+    blocks = add(cache, tokens)
+    for taken in (1, 2):
+        assert cache.evict(taken) == taken
+        cache.check()
+    assert cache.match(tokens)[1] == blocks[:3] and pool.num_free == 9
+    assert cache.evict(0) == cache.evict(-2) == 0
+    assert cache.evict(50) == 3 and not list(cache.nodes()) and pool.num_free == 12
+
+
+def test_the_tree_keeps_its_own_blocks_where_two_computed_the_same():
+    """E1: two equal prompts of one step; the second one's blocks stay its own and are free when it frees them."""
+    pool = BlockPool(10, 2)
+    cache = PrefixCache(pool)
+    tables = [[pool.allocate(), pool.allocate()] for _ in range(2)]
+    ends = [cache.insert([1, 2, 3, 4], table) for table in tables]
+    assert ends[0] is ends[1] and cache.match([1, 2, 3, 4])[1] == tables[0]
+    assert [pool.ref_count(block) for block in tables[0] + tables[1]] == [2, 2, 1, 1]
+    for table in tables:
+        pool.free(table)
+    cache.check()
+    assert pool.num_free == 8 and cache.num_blocks == 2
+
+
+@pytest.mark.parametrize("fault", ["lock", "count", "tokens", "freed", "parent", "twice", "half a block", "unlocked"])
 def test_check_finds_planted_faults(fault):
     """E2: the check walks the tree; it is not an empty function."""
     cache = PrefixCache(BlockPool(20, 2))
@@ -91,6 +154,12 @@ def test_check_finds_planted_faults(fault):
         node.tokens = (5, 5)
     elif fault == "freed":
         cache.pool.free(node.blocks)
+    elif fault == "twice":
+        node.blocks = list(cache.match([1, 1, 2, 2])[0].blocks)
+    elif fault == "half a block":
+        node.tokens = node.tokens[:1]
+    elif fault == "unlocked":
+        cache.pool.fork(node.blocks)
     else:
         node.parent.blocks, node.parent.tokens = [], ()
     with pytest.raises(AssertionError):

@@ -229,6 +229,15 @@ def test_greedy_rows_draw_nothing():
     assert not torch.equal(generators[1].get_state(), before[1])
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
+def test_greedy_in_every_dtype_and_layout(dtype):
+    """The largest logit, also of rows that lie apart in memory and of logits that carry gradients."""
+    torch.manual_seed(12)
+    params, logits = [SamplingParams(temperature=0)] * 5, torch.randperm(5 * 41).view(41, 5).to(dtype).t()
+    assert sample(logits, params, [None] * 5).tolist() == logits.double().argmax(-1).tolist()
+    assert torch.equal(sample(logits.requires_grad_(), params, [None] * 5), logits.double().argmax(-1))
+
+
 @pytest.mark.parametrize("temperature", [0, 1])
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
 def test_bad_rows_are_named(temperature, bad):

@@ -268,7 +268,7 @@ def test_broken_folders_are_named(folder):
 
 
 @pytest.mark.skipif(not (CHECKPOINTS / "tokenizer.json").is_file(), reason="no checkpoint has been trained yet")
-@pytest.mark.parametrize("name", ["tiny", "draft"])
+@pytest.mark.parametrize("name", ["tiny", "tiny-mha", "draft"])
 def test_shipped_checkpoints_share_a_tokenizer(name):
     tokenizer = load_tokenizer(name)
     assert (tokenizer.vocab_size, tokenizer.eos_token_ids) == (4096, (0,))

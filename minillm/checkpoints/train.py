@@ -1,12 +1,14 @@
-"""Trains the two small models that ship with the package, on two CPU cores.
+"""Trains the small models that ship with the package, on two CPU cores.
 
     apt-get download r-cran-janeaustenr                  # or use any folder of .txt files
     python -m minillm.checkpoints.train tiny  --text r-cran-janeaustenr_1.0.0-1_all.deb
+    python -m minillm.checkpoints.train tiny-mha --text r-cran-janeaustenr_1.0.0-1_all.deb
     python -m minillm.checkpoints.train draft --text r-cran-janeaustenr_1.0.0-1_all.deb
     python -m minillm.checkpoints.train card  --text r-cran-janeaustenr_1.0.0-1_all.deb
 
-`tiny` learns the text. `draft` learns the text and what `tiny` predicts there, so that it guesses what
-`tiny` would say. `card` measures both and writes the model card. Seeded; an interrupted run goes on
+`tiny` learns the text, and so does `tiny-mha`, half as long, with a key/value head for every query head (for
+chapter 4). `draft` learns the text and what `tiny` predicts there, so that it guesses what
+`tiny` would say. `card` measures all and writes the model card. Seeded; an interrupted run goes on
 where it stopped (`--work` holds its state).
 """
 
@@ -64,20 +66,14 @@ RECIPES = {
     "tiny-mha": Recipe(steps=1500),
     "draft": Recipe(steps=1500, learning_rate=4e-3, dropout=0.0, distill=0.9),
 }
-CARD = """# Two small models of one author
+CARD = """# Small models of one author
 
-`tiny` and `draft` write in the manner of Jane Austen. They are small enough to be exact in float32 on any
-laptop, and good enough that quantization, speculation and perplexity mean something. They share a tokenizer
-(byte-level BPE, {vocab:,} tokens) and load in `transformers` as Llama models.
+They write in the manner of Jane Austen. They are small enough to be exact in float32 on any laptop, and good
+enough that quantization, speculation and perplexity mean something. They share a tokenizer (byte-level BPE,
+{vocab:,} tokens) and load in `transformers` as Llama models. `tiny-mha` is `tiny` with a key/value head for every
+query head, to be converted in chapter 4.
 
-| | tiny | draft |
-|---|---|---|
-| parameters | {tiny_parameters:,} | {draft_parameters:,} |
-| layers × dim | {tiny_shape} | {draft_shape} |
-| training steps × tokens | {tiny_steps} | {draft_steps} |
-| perplexity a token, test chapters | {tiny_perplexity:.1f} | {draft_perplexity:.1f} |
-| **bits per byte, test chapters** | **{tiny_bits:.3f}** | **{draft_bits:.3f}** |
-| bits per byte, validation chapters | {tiny_validation:.3f} | {draft_validation:.3f} |
+{table}
 
 Acceptance rate of `draft` against `tiny` on the test chapters, the mean of Σ min(p, q) at temperature 1
 (Leviathan et al., 2022): **{acceptance:.3f}**. `draft` was trained on the text and on what `tiny` predicts there.
@@ -253,25 +249,31 @@ def prepare(text: str, out: Path) -> tuple[Tokenizer, dict[str, torch.Tensor], d
 def write_card(tokenizer: Tokenizer, ids: dict, num_bytes: dict, out: Path) -> None:
     """Measure both models and write README.md."""
     models = {name: load_model(out / name, "cpu", "float32") for name in RECIPES}
+    table = ["", "---", "parameters", "layers × dim", "query / key/value heads", "training steps × tokens"]
+    table += ["perplexity a token, test chapters", "bits per byte, test chapters", "bits per byte, validation chapters"]
+    rows = [[title] for title in table]
     context, prompt = models["tiny"].config.max_context, "It was not in her nature"
     params = SamplingParams(max_tokens=120, temperature=0.8, top_p=0.95, seed=1)
     sample = tokenizer.decode(generate(models["tiny"], tokenizer.encode(prompt).ids, params))
     facts = {"vocab": tokenizer.get_vocab_size(), "context": context, "prompt": prompt, "version": "1.0.0-1"}
-    facts |= {"sample": " ".join(sample.split()), "acceptance": acceptance_rate(*models.values(), ids["test"], context)}
+    acceptance = acceptance_rate(models["tiny"], models["draft"], ids["test"], context)
+    facts |= {"sample": " ".join(sample.split()), "acceptance": acceptance}
     for name, model in models.items():
         c, recipe = model.config, RECIPES[name]
         nats = {part: cross_entropy(model, ids[part], context) for part in ("validation", "test")}
         bits = {part: n / math.log(2) * len(ids[part]) / num_bytes[part] for part, n in nats.items()}
-        facts |= {f"{name}_parameters": c.num_parameters(), f"{name}_shape": f"{c.n_layers} × {c.dim}"}
-        facts |= {f"{name}_steps": f"{recipe.steps:,} × {recipe.batch * context:,}"}
-        facts |= {f"{name}_perplexity": math.exp(nats["test"]), f"{name}_bits": bits["test"]}
-        facts |= {f"{name}_validation": bits["validation"]}
+        column = [name, "---", f"{c.num_parameters():,}", f"{c.n_layers} × {c.dim}", f"{c.n_heads} / {c.n_kv_heads}"]
+        column += [f"{recipe.steps:,} × {recipe.batch * context:,}", f"{math.exp(nats['test']):.1f}"]
+        column += [f"**{bits['test']:.3f}**", f"{bits['validation']:.3f}"]
+        for row, cell in zip(rows, column, strict=True):
+            row.append(cell)
+    facts["table"] = "\n".join(f"| {' | '.join(row)} |" for row in rows)
     (out / "README.md").write_text(CARD.format(**facts), encoding="utf-8")
 
 
 def main(arguments: list[str]) -> None:
     """The command line; see the top of this file."""
-    parser = argparse.ArgumentParser(prog="python -m minillm.checkpoints.train", description="Train tiny or draft.")
+    parser = argparse.ArgumentParser(prog="python -m minillm.checkpoints.train", description="Train a small model.")
     parser.add_argument("what", choices=[*RECIPES, "card"])
     parser.add_argument("--text", required=True, help="a folder of .txt files, or the .deb of r-cran-janeaustenr")
     parser.add_argument("--out", type=Path, default=HERE, help="where models, tokenizer and held-out text go")

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 import sys
 from pathlib import Path
 
@@ -19,11 +20,13 @@ from minillm.lab.notebooks import ROOT, normalized
 
 BEGIN, END = "### BEGIN SOLUTION", "### END SOLUTION"
 BLANK = "...  # your answer"
+ALONE = re.compile(rf"= \(\n *{re.escape(BLANK)}\n *\)$", re.M)  # brackets that only a longer answer needs
 
 
 def without_answers(source: str) -> str:
     """A code cell's text with each answer replaced by one blank line at the indentation of its first mark.
 
+    Brackets around nothing but an answer go with it: `a = ...  # your answer`.
     Raises ValueError for a mark without its partner, and for a blank that stands outside the marks.
     """
     kept: list[str] = []
@@ -42,7 +45,7 @@ def without_answers(source: str) -> str:
             kept.append(line)
     if inside:
         raise ValueError(f"{BEGIN!r} has no partner")
-    return "\n".join(kept)
+    return ALONE.sub(f"= {BLANK}", "\n".join(kept))
 
 
 def exercise(solution: dict) -> str:

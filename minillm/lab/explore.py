@@ -15,7 +15,7 @@ import json
 import math
 import os
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence, Set
 from dataclasses import dataclass
 
 import matplotlib
@@ -80,8 +80,22 @@ class Control:
     label: str | None = None
 
 
-def control(kind: str, values, label, unit, default, form) -> Control:
-    """Build a `Control`, or raise ValueError that says what is wrong with its values."""
+def control(
+    kind: str,
+    values: Sequence | Mapping,
+    label: str | None = None,
+    unit: str = "",
+    default=None,
+    form: Callable[[object], str] | None = None,
+) -> Control:
+    """A "slider" or "choice" over `values`, in their order: a sequence, or a mapping of text to value.
+
+    `label` defaults to the parameter's name, `default` to the first value; `form` writes a value as text,
+    and `unit` follows it. Raises ValueError if the values have no order, are fewer than two, read the same,
+    or if there is no such default.
+    """
+    if not isinstance(values, Collection) or isinstance(values, (str, bytes, Set)):
+        raise ValueError(f"a {kind} needs a list of values or a mapping of text to value, got {values!r}")
     if isinstance(values, Mapping):
         texts, values = tuple(map(str, values)), tuple(values.values())
     else:
@@ -97,40 +111,24 @@ def control(kind: str, values, label, unit, default, form) -> Control:
     return Control(kind, values, texts, values.index(default) if default is not None else 0, label)
 
 
-def slider(
-    values: Sequence | Mapping,
-    label: str | None = None,
-    unit: str = "",
-    default=None,
-    form: Callable[[object], str] | None = None,
-) -> Control:
-    """A slider over `values`, in their order: a sequence, or a mapping of text to value.
-
-    `label` defaults to the parameter's name, `default` to the first value; `form` writes a value as text,
-    and `unit` follows it. Raises ValueError if there are fewer than two values or no such default.
-    """
-    return control("slider", values, label, unit, default, form)
+def slider(values: Sequence | Mapping, **options) -> Control:
+    """A slider over `values`; options (label, unit, default, form) and errors as in `control`."""
+    return control("slider", values, **options)
 
 
-def choice(
-    values: Sequence | Mapping,
-    label: str | None = None,
-    unit: str = "",
-    default=None,
-    form: Callable[[object], str] | None = None,
-) -> Control:
-    """A list to choose one of `values` from; arguments and errors as in `slider`."""
-    return control("choice", values, label, unit, default, form)
+def choice(values: Sequence | Mapping, **options) -> Control:
+    """A list to choose one of `values` from; options (label, unit, default, form) and errors as in `control`."""
+    return control("choice", values, **options)
 
 
 def as_control(name: str, given) -> Control:
-    """A control as it is; numbers become a slider, anything else a list."""
+    """A control as it is; numbers become a slider, anything else a list. ValueError as in `control`."""
     if isinstance(given, Control):
         made = given
     else:
-        values = given.values() if isinstance(given, Mapping) else given
+        values = given.values() if isinstance(given, Mapping) else given if isinstance(given, Collection) else ()
         numbers = all(isinstance(v, (int, float)) and not isinstance(v, bool) for v in values)
-        made = slider(given) if numbers else choice(given)
+        made = control("slider" if numbers else "choice", given)
     label = made.label or name.replace("_", " ")
     return Control(made.kind, made.values, made.labels, made.default, label)
 
@@ -289,8 +287,10 @@ def explore(figure_function: Callable, *, caption: str | None = None, **controls
 
     `figure_function(**values)` returns (matplotlib figure, alt text that says what this frame shows).
     Each control is a `slider`, a `choice`, a sequence or a mapping of text to value. Raises ValueError
-    for more than 200 combinations, a page of more than 600 kB, or a frame without alt text.
+    for a function that is none, more than 200 combinations, a page of more than 600 kB, or a frame without alt text.
     """
+    if not callable(figure_function):
+        raise ValueError(f"explore needs a function that draws a figure, got {figure_function!r}")
     if not controls:
         raise ValueError("explore needs at least one control, such as batch=slider([1, 2, 4])")
     return Explorer(figure_function, {name: as_control(name, given) for name, given in controls.items()}, caption)

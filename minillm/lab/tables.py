@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
 from pathlib import Path
@@ -34,6 +34,8 @@ CSS = (
     ".minillm-table tbody th{font-weight:400}"
     ".minillm-table tr,.minillm-table tr:nth-child(even),.minillm-table tr:hover{background:none!important}"
     ".minillm-table small{display:block;color:var(--mini-muted);font-size:.85em;font-weight:400;min-width:7em}"
+    "@media (max-width:600px){.minillm-table table{font-size:.85em}.minillm-table :is(th,td){padding:.3rem .4rem}"
+    ".minillm-table small{min-width:0}}"
 )
 
 
@@ -44,7 +46,10 @@ def format_number(value: float | int | str | None) -> str:
     if isinstance(value, str):
         return value
     if isinstance(value, bool) or not isinstance(value, (int, float)):
-        value = float(value)
+        try:
+            value = float(value)
+        except (TypeError, ValueError):
+            raise ValueError(f"expected a number or a text, got {value!r}") from None
     if not math.isfinite(value):
         return str(value)
     if value == 0 or (isinstance(value, int) and abs(value) < 1e12):
@@ -55,10 +60,18 @@ def format_number(value: float | int | str | None) -> str:
     return f"{value:.2e}"
 
 
+def listed(what: str, given) -> list:
+    """What was given, as a list; ValueError where it is a text, a mapping or nothing to go through."""
+    if isinstance(given, (str, bytes, Mapping)) or not isinstance(given, Iterable):
+        raise ValueError(f"{what} should be a list or a tuple, got {given!r}")
+    return list(given)
+
+
 class Table:
     """Rows of cells under column heads; a cell is a text, a number, or (text, small print below it)."""
 
     def __init__(self, rows: Sequence[Sequence], columns: Sequence[str], caption: str | None = None):
+        rows, columns = [listed("a row", row) for row in listed("rows", rows)], listed("columns", columns)
         for row in rows:
             if len(row) != len(columns):
                 raise ValueError(f"a row of {len(row)} cells under {len(columns)} columns: {tuple(row)!r}")
@@ -142,9 +155,10 @@ class Row:
 
 
 def with_unit(value: float | str | None, unit: str) -> str:
-    """ "12.3 ms", with the unit after a hard space."""
+    """ "12.3 ms", with the unit after a hard space; "1.5×" and "20%" without one."""
     text = format_number(value)
-    return f"{text}\u00a0{unit}" if unit and text and not isinstance(value, str) else text
+    space = "" if unit in ("×", "%") else "\u00a0"
+    return f"{text}{space}{unit}" if unit and text and not isinstance(value, str) else text
 
 
 def predicted_vs_measured(rows: Sequence[Row | Sequence], caption: str | None = None) -> Table:
@@ -154,7 +168,7 @@ def predicted_vs_measured(rows: Sequence[Row | Sequence], caption: str | None = 
     the last four optional. Rows with a `key` add a column per recorded device ("not recorded yet" where
     there is none), rows with a `paper` add a column for it.
     """
-    rows = [row if isinstance(row, Row) else Row(*row) for row in rows]
+    rows = [row if isinstance(row, Row) else as_row(row) for row in listed("rows", rows)]
     if not rows:
         raise ValueError("predicted_vs_measured needs at least one row")
     entries = {row.key: recorded(row.key) for row in rows if row.key}
@@ -173,6 +187,14 @@ def predicted_vs_measured(rows: Sequence[Row | Sequence], caption: str | None = 
             line.append("" if row.paper is None else (with_unit(row.paper, row.unit), row.citation))
         cells.append(line)
     return Table(cells, columns, caption)
+
+
+def as_row(given) -> Row:
+    """A `Row` from a tuple of its fields; ValueError where they are too few or too many."""
+    fields = listed("a row", given)
+    if not 3 <= len(fields) <= 7:
+        raise ValueError(f"a row has 3 to 7 fields, from quantity, predicted, measured on; got {given!r}")
+    return Row(*fields)
 
 
 def measured_cell(row: Row):

@@ -30,6 +30,36 @@ FREE = 1.5  # a doubling of the batch is nearly free while the step takes at mos
 
 def bound(rate16: float, rate4: float, bandwidth: float, batch4: float) -> None:
     """Exercise "A bound on paper": two rates, the bandwidth that a claim needs in GB/s, a crossover batch."""
+    bound_of_one(rate16, rate4)
+    weights, ridge = BILLION_WEIGHTS * 1e9, CARD.ridge("bfloat16")
+    work_out(
+        "bandwidth",
+        bandwidth,
+        CLAIMED_RATE * 2 * weights / 1e9,
+        {
+            CLAIMED_RATE * weights / 1e9: "each weight takes two bytes",
+            CLAIMED_RATE * 2 * weights / 1e12: "that is TB/s; GB/s are asked for",
+            CLAIMED_RATE * 2 * weights: "that is bytes per second; GB/s are asked for",
+        },
+        unit="GB/s",
+    )
+    work_out(
+        "batch4",
+        batch4,
+        crossover_batch(None, CARD, "int4"),
+        {
+            ridge: "that is the crossover for 16-bit weights: fewer bytes a weight, an earlier crossover",
+            ridge / 4: "that leaves out the scales: a weight takes 4.125 bits, not 4",
+            ridge * 4.125 / 8: "a weight takes part in two operations per request: a multiply and an add",
+            2 * ridge * 4.125 / 8: "each request brings two operations per weight: divide by two, not multiply",
+        },
+        unit="requests",
+        tolerance=0.02,
+    )
+
+
+def bound_of_one(rate16: float, rate4: float) -> None:
+    """The first half of `bound`: tokens per second of one request, with weights in 16 and in 4 bits."""
     weights, peak = BILLION_WEIGHTS * 1e9, CARD.peak("bfloat16")
     work_out(
         "rate16",
@@ -54,31 +84,6 @@ def bound(rate16: float, rate4: float, bandwidth: float, batch4: float) -> None:
             CARD.bandwidth / (weights * 4.125): "4.125 bits are not bytes: divide by 8",
         },
         unit="tokens/s",
-    )
-    work_out(
-        "bandwidth",
-        bandwidth,
-        CLAIMED_RATE * 2 * weights / 1e9,
-        {
-            CLAIMED_RATE * weights / 1e9: "each weight takes two bytes",
-            CLAIMED_RATE * 2 * weights / 1e12: "that is TB/s; GB/s are asked for",
-            CLAIMED_RATE * 2 * weights: "that is bytes per second; GB/s are asked for",
-        },
-        unit="GB/s",
-    )
-    ridge = CARD.ridge("bfloat16")
-    work_out(
-        "batch4",
-        batch4,
-        crossover_batch(None, CARD, "int4"),
-        {
-            ridge: "that is the crossover for 16-bit weights: fewer bytes a weight, an earlier crossover",
-            ridge / 4: "that leaves out the scales: a weight takes 4.125 bits, not 4",
-            ridge * 4.125 / 8: "a weight takes part in two operations per request: a multiply and an add",
-            2 * ridge * 4.125 / 8: "each request brings two operations per weight: divide by two, not multiply",
-        },
-        unit="requests",
-        tolerance=0.02,
     )
 
 
