@@ -72,23 +72,29 @@ class Clock:
 
 
 class LlamaCpp:
-    """llama.cpp through `llama-cpp-python`, reading the GGUF file as it is: 4-bit weights stay in 4 bits.
+    """llama.cpp reading the GGUF file as it is: 4-bit weights stay in 4 bits.
 
-    Keys and values are kept in float16, its default, and every sequence has its own copy, as in ours.
+    Keys and values are kept in float16, its default, and every sequence has its own copy, as in ours. Neither
+    package below compiles anything: the first holds llama.cpp, built for AVX2 and FMA, the second its declarations.
+
+        pip install xllamacpp==2026.10.11549 llama-cpp-py-sync==0.11548
     """
 
     def __init__(self, file: Path, threads: int):
-        import llama_cpp
+        import xllamacpp
+        from llama_cpp_py_sync._cffi_bindings import get_ffi
 
-        self.lib, self.threads = llama_cpp, threads
-        self.silence = llama_cpp.llama_log_callback(lambda *_: None)  # kept: a callback must outlive its use
-        llama_cpp.llama_log_set(self.silence, None)
-        self.model = llama_cpp.llama_model_load_from_file(str(file).encode(), llama_cpp.llama_model_default_params())
+        self.threads, self.context, self.ffi = threads, None, get_ffi()
+        # The second package brings a library too, but it needs a newer glibc. The numbers after the last point are
+        # llama.cpp's builds: the structures must have the same fields, so the pair is pinned one build apart.
+        self.lib = lib = self.ffi.dlopen(xllamacpp.xllamacpp.__file__)
+        self.silence = self.ffi.callback("ggml_log_callback", lambda *_: None)  # kept: it must outlive its use
+        lib.llama_log_set(self.silence, self.ffi.NULL)
+        self.model = lib.llama_model_load_from_file(str(file).encode(), lib.llama_model_default_params())
         if not self.model:
             raise ValueError(f"llama.cpp cannot load {file}")
-        self.vocab_size = llama_cpp.llama_vocab_n_tokens(llama_cpp.llama_model_get_vocab(self.model))
-        self.weight_bytes = llama_cpp.llama_model_size(self.model)
-        self.context = None
+        self.vocab_size = lib.llama_vocab_n_tokens(lib.llama_model_get_vocab(self.model))
+        self.weight_bytes = lib.llama_model_size(self.model)
 
     def fill(self, prompt: list[int], batch: int, steps: int) -> None:
         """As ours: the prompt without its last token goes through the model once and is copied to each sequence."""
@@ -117,8 +123,8 @@ class LlamaCpp:
             if step == 1:
                 began = time.perf_counter()
             self.step(tokens, [self.length + step] * self.batch, sequences)
-            logits = self.lib.llama_get_logits(self.context)
-            tokens = np.ctypeslib.as_array(logits, (self.batch, self.vocab_size)).argmax(1).tolist()
+            logits = self.ffi.buffer(self.lib.llama_get_logits(self.context), 4 * self.batch * self.vocab_size)
+            tokens = np.frombuffer(logits, np.float32).reshape(self.batch, -1).argmax(1).tolist()
             made.append(tokens)
         return time.perf_counter() - began, list(map(list, zip(*made, strict=True)))
 

@@ -64,9 +64,11 @@ class BlockPool:
 
         The last block goes first: where all of a sequence is freed, its start is reused first.
         """
-        for block in reversed(list(blocks)):
-            if self.ref_count(block) < 1:
+        blocks = list(blocks)
+        for block, times in Counter(blocks).items():
+            if self.ref_count(block) < times:
                 raise ValueError(f"block {block} is free already")
+        for block in reversed(blocks):
             self._ref_counts[block] -= 1
             if not self._ref_counts[block]:
                 self._free.append(block)
@@ -216,6 +218,9 @@ class PagedView:
         if q.shape[0] != self.num_tokens:
             raise ValueError(f"this view is of a step of {self.num_tokens} tokens, the run has {q.shape[0]}")
         keys, values = self.cache.k[layer], self.cache.v[layer]
+        if not k.shape == v.shape == (self.num_tokens, keys.shape[1], keys.shape[3]):
+            expected = [self.num_tokens, keys.shape[1], keys.shape[3]]
+            raise ValueError(f"k and v must be {expected}, got {list(k.shape)} and {list(v.shape)}")
         if self.fresh is not None:
             values[self.fresh] = 0  # a place not yet written has weight 0 below, and 0 times NaN would be NaN
         keys[self.blocks, :, self.places], values[self.blocks, :, self.places] = k, v

@@ -1,0 +1,244 @@
+"""The exercises of chapter 4: right answers pass, wrong ones fail and are told why; the references are right."""
+
+import re
+
+import pytest
+import torch
+from test_exercises import code, prose
+
+from minillm import gqa
+from minillm.config import ModelConfig
+from minillm.lab.answers import ch04
+from minillm.lab.checks import CheckFailed, Draw, NotAnswered
+from minillm.model import Transformer
+from minillm.naive import NoCache
+from minillm.roofline import Device, decode_step
+
+NAME = "04_grouped_query_attention"
+BUILT = {"replicate": ch04.replicate, "regroup": ch04.regroup}
+
+
+def answered(cell: str, *edits: tuple[str, str]):
+    """The function that a solution's answer cell defines, with some of its text replaced."""
+    source = code("solutions", NAME)[f"{cell}-answer"]
+    for old, new in edits:
+        assert old in source, f"the solution of {cell} no longer contains {old!r}"
+        source = source.replace(old, new)
+    namespace = {"torch": torch}
+    exec(source, namespace)
+    return namespace[re.search(r"^def (\w+)", source, re.M)[1]]
+
+
+@pytest.mark.parametrize(
+    ("check", "count"), [(ch04.published, 3), (ch04.replicate, 1), (ch04.regroup, 1), (ch04.sharing, 3)]
+)
+@pytest.mark.parametrize("blank", [None, ...])
+def test_every_check_says_when_it_is_not_answered(check, count, blank):
+    with pytest.raises(NotAnswered, match="^not answered yet: "):
+        check(*[blank] * count)
+
+
+@pytest.mark.parametrize("cell", BUILT)
+def test_a_right_answer_passes_whatever_is_drawn(cell, capsys):
+    answer = answered(cell)
+    for _ in range(20):
+        BUILT[cell](answer)
+        assert re.fullmatch(r"✓ \w+: right on \d+ random inputs\n", capsys.readouterr().out)
+
+
+# Other ways to be right: a check must not insist on the way that the solution takes.
+
+
+def replicate_by_index(qkv, n_heads, n_kv_heads, wanted):
+    head_dim = qkv.shape[0] // (n_heads + 2 * n_kv_heads)
+    heads = list(range(n_heads))
+    for start in (n_heads, n_heads + n_kv_heads):
+        heads += [start + j * n_kv_heads // wanted for j in range(wanted)]
+    rows = [h * head_dim + d for h in heads for d in range(head_dim)]
+    return qkv[rows]
+
+
+def regroup_in_a_loop(qkv, out, groups, head_dim):
+    n = out.shape[1] // head_dim
+    blocks = list(qkv.view(3 * n, head_dim, -1))
+    order = sum(groups, [])
+    made = [blocks[h] for h in order]
+    for kind in (1, 2):
+        made += [torch.stack([blocks[kind * n + h] for h in group]).mean(0) for group in groups]
+    return [torch.cat(made), torch.cat([out[:, h * head_dim : (h + 1) * head_dim] for h in order], dim=1)]
+
+
+def test_other_right_answers_pass():
+    for _ in range(10):
+        ch04.replicate(replicate_by_index)
+        ch04.regroup(lambda *case: tuple(regroup_in_a_loop(*case)))
+
+
+COPY, TILE = "repeat_interleave(copies, dim=0)", "repeat(copies, 1, 1)"
+BOTH = f"x.{COPY} for x in (k, v)"
+ROWS = f"x.flatten(0, 1).{COPY}.unflatten(0, (-1, head_dim)) for x in (k, v)"
+MOVED = "moved = out.unflatten(1, (-1, head_dim))[:, order].flatten(1)"
+INVERSE = "inverse = torch.tensor(order).argsort().tolist()"
+SLIPS = [
+    ("replicate", [(COPY, TILE)], "the heads are tiled"),
+    ("replicate", [(BOTH, f"k.{TILE}, v.{COPY}")], "the keys are tiled"),
+    ("replicate", [(BOTH, f"k.{COPY}, v.{TILE}")], "the values are tiled"),
+    ("replicate", [(BOTH, ROWS)], "single rows are repeated"),
+    ("replicate", [(BOTH, "x for x in (k, v)"), ("(q, k, v)", "(q, *[k, v] * copies)")], "alternate in blocks"),
+    ("replicate", [(COPY, f"{COPY} / copies")], "scaled down"),
+    ("replicate", [("return torch", "return qkv\n    torch")], "should have shape"),
+    ("replicate", [("// (n_heads + 2 * n_kv_heads)", "// n_heads")], "raised RuntimeError"),
+    ("regroup", [("(q[order], k, v)", "(q, k, v)")], "the queries are where they were"),
+    ("regroup", [(MOVED, "moved = out")], "the columns of `out` are where they were"),
+    ("regroup", [("x[order].unflatten", "x.unflatten")], "neighbours are pooled"),
+    ("regroup", [(MOVED, f"{INVERSE}\n    {MOVED.replace('order', 'inverse')}")], "`out` are moved the other way"),
+    ("regroup", [("(q[order], k, v)", "(q[torch.tensor(order).argsort()], k, v)")], "queries are moved the other way"),
+    ("regroup", [(".mean(1)", ".sum(1)")], "added up"),
+    ("regroup", [(".mean(1)", "[:, 0]")], "first head of each group"),
+    ("regroup", [("(len(groups), -1)).mean(1)", "(-1, len(groups))).mean(0)")], "the result"),
+    ("regroup", [("[:, order].flatten(1)", "[:, order].mean(1)")], "should have shape"),
+    ("regroup", [(MOVED, "moved = out.unflatten(1, (head_dim, -1))[..., order].flatten(1)")], "the result"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("cell", "edits", "message"), SLIPS, ids=lambda value: str(value)[:40])
+def test_a_wrong_answer_fails_and_is_told_why(cell, edits, message):
+    """B3: weak checks let wrong code pass. Also E15, as a reader would make it."""
+    wrong = answered(cell, *edits)
+    for _ in range(15):
+        with pytest.raises(CheckFailed, match=f"(?s){message}") as failed:
+            BUILT[cell](wrong)
+        assert not isinstance(failed.value, NotAnswered)
+        assert "\n  on the input " in str(failed.value)
+
+
+KIB = {"OPT-13B": 800, "Mistral 7B": 128, "Yi-34B": 240, "Llama 2 70B": 320, "Falcon-180B": 160}
+RIGHT = {ch04.published: (KIB, 4640, 5), ch04.sharing: (20, 20, "arithmetic")}
+NUMBERS = [  # check, which argument is wrong, the wrong value, what the message says
+    (ch04.published, 0, KIB | {"OPT-13B": 400}, r"kib\['OPT-13B'\]: .*one of these factors is missing"),
+    (ch04.published, 0, KIB | {"Mistral 7B": 512}, r"kib\['Mistral 7B'\]: .*query heads"),
+    (ch04.published, 0, KIB | {"Yi-34B": 4}, r"kib\['Yi-34B'\]: .*one layer"),
+    (ch04.published, 0, KIB | {"Llama 2 70B": 327.68}, r"kib\['Llama 2 70B'\]: .*kB"),
+    (ch04.published, 0, KIB | {"Falcon-180B": 163_840}, r"kib\['Falcon-180B'\]: .*bytes"),
+    (ch04.published, 0, KIB | {"Falcon-180B": 320}, r"kib\['Falcon-180B'\]: .*too large"),
+    (ch04.published, 0, KIB | {"Falcon-180B": ...}, r"not answered yet: kib\['Falcon-180B'\]"),
+    (ch04.published, 0, {"OPT-13B": 800}, "kib: expected a dict with the keys OPT-13B, Mistral 7B"),
+    (ch04.published, 0, [800, 128, 240, 320, 160], "kib: expected a dict"),
+    (ch04.published, 1, 160, "multi_head: .*as published"),
+    (ch04.published, 1, 1280, "multi_head: .*how many query heads share"),
+    (ch04.published, 1, 2320, "multi_head: .*factors is missing"),
+    (ch04.published, 2, 0.2, "tokens: .*other way round"),
+    (ch04.published, 2, 800 / 4640, "tokens: .*as published"),
+    (ch04.published, 2, 4, "tokens: 4 tokens is not right"),
+    (ch04.sharing, 0, 19, "balance: .*still outweigh"),
+    (ch04.sharing, 0, 19.44, "balance: .*round up"),
+    (ch04.sharing, 0, 4, "balance: .*20 key/value heads"),
+    (ch04.sharing, 0, 78, "balance: .*one key/value head"),
+    (ch04.sharing, 0, 39, "balance: .*keys and values are two"),
+    (ch04.sharing, 1, 5, "limit: .*4 heads instead of 20"),
+    (ch04.sharing, 1, 19.66, "limit: 19.66 times faster is not right"),
+    (ch04.sharing, 1, "no limit", "limit: expected a number"),
+    (ch04.sharing, 2, "the cache", "waits_for: .*small part"),
+    (ch04.sharing, 2, "the weights", "waits_for: .*two clocks"),
+    (ch04.sharing, 2, "overhead", "waits_for: 'overhead' is not one of"),
+]
+
+
+@pytest.mark.parametrize("check", RIGHT, ids=lambda check: check.__name__)
+def test_the_right_numbers_pass_and_are_confirmed(check, capsys):
+    check(*RIGHT[check])
+    assert all(line.startswith("✓ ") for line in capsys.readouterr().out.splitlines())
+
+
+@pytest.mark.parametrize(("check", "place", "wrong", "message"), NUMBERS, ids=lambda value: str(value)[:30])
+def test_a_wrong_number_fails_and_is_told_why(check, place, wrong, message):
+    """B3 for what is worked out or concluded."""
+    answers = list(RIGHT[check])
+    answers[place] = wrong
+    with pytest.raises(CheckFailed, match=f"^{message}"):
+        check(*answers)
+
+
+def test_a_known_mistake_never_breaks_the_check_that_looks_for_it():
+    for cases, mistakes in [
+        (ch04.replicate_cases, ch04.REPLICATE_MISTAKES), (ch04.regroup_cases, ch04.REGROUP_MISTAKES),
+    ]:  # fmt: skip
+        for mistake in mistakes.values():
+            for case in cases(Draw(11)):
+                mistake(*case)
+
+
+# What the checks take for right, held to the engine.
+
+
+def scores(config: ModelConfig, weights: dict) -> torch.Tensor:
+    model = Transformer(config).double()
+    model.load_state_dict(weights)
+    ids = torch.arange(9) % config.vocab_size
+    with torch.no_grad():
+        return model.logits(model(ids, torch.arange(9), NoCache()))
+
+
+@pytest.mark.parametrize(("heads", "kv_heads", "wanted"), [(4, 2, 4), (12, 3, 6), (6, 1, 3)])
+def test_replicated_heads_give_the_logits_of_the_original(heads, kv_heads, wanted):
+    """And pooling the copies gives the original back."""
+    config = ModelConfig(11, 10, 2, heads, kv_heads, 4, 8, 16)
+    model = Transformer(config).initialize(4).double()
+    weights, expected = model.state_dict(), scores(config, model.state_dict())
+    for name in weights:
+        if ".qkv." in name:
+            weights[name] = 30 * weights[name]
+    expected = scores(config, weights)
+    more = {
+        name: ch04.right_replicate(w, heads, kv_heads, wanted) if ".qkv." in name else w for name, w in weights.items()
+    }
+    torch.testing.assert_close(scores(config.with_kv_heads(wanted), more), expected)
+    model = Transformer(config.with_kv_heads(wanted)).double()
+    model.load_state_dict(more)
+    back = gqa.convert(model, kv_heads).state_dict()
+    assert all(torch.allclose(back[name], weights[name]) for name in weights)
+
+
+def test_regrouped_heads_that_agree_give_the_logits_of_the_original_and_neighbours_do_not():
+    """The reference moves queries and the columns of `out` together."""
+    config = ModelConfig(11, 10, 1, 6, 6, 4, 8, 16)
+    weights = Transformer(config).initialize(5).double().state_dict()
+    qkv, out = (f"layers.0.attention.{name}.weight" for name in ("qkv", "out"))
+    groups = [[4, 1, 3], [0, 5, 2]]
+    rows = 30 * weights[qkv].unflatten(0, (3, 6, 4))
+    for group in groups:
+        rows[1:, group] = rows[1:, group[:1]]
+    weights[qkv] = rows.flatten(0, 2)
+    expected = scores(config, weights)
+    for chosen, same in ((groups, True), ([[0, 1, 2], [3, 4, 5]], False)):
+        new = dict(zip((qkv, out), ch04.right_regroup(weights[qkv], weights[out], chosen, 4), strict=True))
+        assert torch.allclose(scores(config.with_kv_heads(2), weights | new), expected) == same
+
+
+def test_the_answers_about_sharing_are_those_of_the_cost_model():
+    article, gpu = ch04.MODEL, Device.datasheet("RTX 5090")
+    for batch, outweighs in ((19, False), (20, True)):
+        step = decode_step(article, gpu, batch, ch04.CONTEXT - 1)
+        assert (step.kv_bytes > article.weight_bytes()) == outweighs
+    one, full = (decode_step(article.with_kv_heads(n), gpu, 256, 64) for n in (1, 20))
+    assert (one.bound, full.bound) == ("compute", "memory")
+    assert round(full.bytes / one.bytes) == 3 and round(full.time / one.time, 1) == 1.5
+    assert one.weight_bytes / gpu.bandwidth < one.time / 2
+    gains = [
+        decode_step(article.with_kv_heads(20), gpu, 256, n).time
+        / decode_step(article.with_kv_heads(1), gpu, 256, n).time
+        for n in (2**15, 2**20)
+    ]
+    assert gains[0] < gains[1] < 20 and gains[1] > 19.8
+
+
+def test_the_conditions_in_the_text_are_those_that_the_checks_use():
+    """B4: a constant typed twice drifts."""
+    text = prose(NAME)
+    for name, shape in ch04.PUBLISHED.items():
+        assert f"| {name} | {' | '.join(map(str, shape))} |" in text
+    assert f"{ch04.CONTEXT:,} tokens a request" in text
+    weights, token = ch04.MODEL.weight_bytes() / 1e6, ch04.MODEL.kv_bytes_per_token() / 1024
+    assert f"weights take {weights:.1f} MB, a token {token:.0f} KiB" in text
+    layers, heads, kv_heads, size = ch04.PUBLISHED["Falcon-180B"]
+    assert (kv_heads, f"{heads} / {kv_heads} times") == (8, "232 / 8 times") and "232 / 8 times" in text

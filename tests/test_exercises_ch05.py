@@ -1,0 +1,259 @@
+"""The exercises of chapter 5: right answers pass, wrong ones fail and are told why; the references are right."""
+
+import re
+
+import pytest
+import test_exercises as shared
+
+from minillm.lab.answers import ch05
+from minillm.lab.checks import CheckFailed, Draw, NotAnswered
+from minillm.paged_cache import BlockPool, BlockTable
+
+NAME = "05_paged_cache"
+BUILT = {"pool": ch05.pool, "beams": ch05.next_beams}
+
+
+def answered(cell: str, *edits: tuple[str, str]):
+    """What a solution's answer cell defines, a function or a class, with some of its text replaced."""
+    source = shared.code("solutions", NAME)[f"{cell}-answer"]
+    for old, new in edits:
+        assert old in source, f"the solution of {cell} no longer contains {old!r}"
+        source = source.replace(old, new)
+    namespace = {}
+    exec(source, namespace)
+    return namespace[re.search(r"^(?:def|class) (\w+)", source, re.M)[1]]
+
+
+def test_each_exercise_states_what_it_is_for_and_has_three_hints():
+    shared.test_each_exercise_states_what_it_is_for_and_has_three_hints(NAME)
+
+
+def test_an_unanswered_exercise_fails_its_check_with_a_readable_message_and_nothing_else_fails():
+    shared.test_an_unanswered_exercise_fails_its_check_with_a_readable_message_and_nothing_else_fails(NAME)
+
+
+@pytest.mark.parametrize(
+    ("check", "count"), [(ch05.waste, 4), (ch05.pool, 1), (ch05.next_beams, 1), (ch05.block_size, 4)]
+)
+@pytest.mark.parametrize("blank", [None, ...])
+def test_every_check_says_when_it_is_not_answered(check, count, blank):
+    with pytest.raises(NotAnswered, match="^not answered yet: "):
+        check(*[blank] * count)
+
+
+@pytest.mark.parametrize("cell", BUILT)
+def test_a_right_answer_passes_whatever_is_drawn(cell, capsys):
+    answer = answered(cell)
+    for _ in range(10):
+        BUILT[cell](answer)
+        assert re.fullmatch(r"✓ \w+: right on \d+ random inputs\n", capsys.readouterr().out)
+
+
+# Other ways to be right: a check must not insist on the way that the solution takes.
+
+
+class ListPool:
+    """Free blocks in a list: slower, and right."""
+
+    def __init__(self, num_blocks):
+        self.order, self.users = list(range(num_blocks)), {}
+
+    def allocate(self):
+        if not self.order:
+            return None
+        self.users[self.order[0]] = 1
+        return self.order.pop(0)
+
+    def free(self, blocks):
+        for block in blocks[::-1]:
+            self.users[block] -= 1
+            self.order += [block] * (self.users[block] == 0)
+
+    def fork(self, blocks):
+        for block in blocks:
+            self.users[block] = self.users.get(block, 0) + 1
+            if block in self.order:
+                self.order.remove(block)
+
+    def num_free(self):
+        return len(self.order)
+
+
+def beams_by_group(tables, parents, length, size, users, free):
+    """Counts once at the end; the first child of a block keeps it, the later ones copy; takes free blocks in order."""
+    new, copies, kept = [list(tables[p]) for p in parents], [], set()
+    spare = sorted(set(range(len(users))) - {block for table in [*tables, *new] for block in table})
+    for table in new:
+        if length % size == 0:
+            table.append(spare.pop(0))
+        elif table[-1] in kept:
+            copies.append((table[-1], spare[0]))
+            table[-1] = spare.pop(0)
+        else:
+            kept.add(table[-1])
+    for block in range(len(users)):
+        users[block] = sum(table.count(block) for table in new)
+    free[:] = [block for block in range(len(users)) if not users[block]]
+    return new, copies
+
+
+def test_other_right_answers_pass():
+    for _ in range(10):
+        ch05.pool(ListPool)
+        ch05.next_beams(beams_by_group)
+
+
+# Wrong answers: the solutions with a slip. Each must fail, whatever is drawn, and be told what is wrong.
+
+DROP = "            users[block] -= 1\n            if users[block] == 0:\n                free.append(block)\n"
+SLIPS = [
+    ("pool", [("next(iter(self.queue))", "list(self.queue)[-1]")], "free for longest"),
+    ("pool", [("next(iter(self.queue))", "min(self.queue)")], r"allocate\(\) should give"),
+    ("pool", [("reversed(blocks)", "blocks")], "from the last to the first"),
+    ("pool", [("if self.users[block] == 0:", "if True:")], "last user has freed it"),
+    ("pool", [("            self.queue.pop(block, None)\n", "")], "take it out of the queue"),
+    ("pool", [("self.users[block] += 1", "self.users[block] = 1")], r"num_free\(\) should be"),
+    ("pool", [("        self.users[block] = 1\n", "")], "(?s)num_free|should give"),
+    ("pool", [("        if not self.queue:\n            return None\n", "")], "raised StopIteration"),
+    ("pool", [("return len(self.queue)", "return sum(self.users)")], r"num_free\(\) should be"),
+    ("pool", [("return len(self.queue)", "return sum(not n for n in self.users) + 1")], r"num_free\(\) should be"),
+    ("beams", [("list(tables[parent])", "tables[parent]")], "."),
+    ("beams", [("        elif users[table[-1]] > 1:", "        elif False:")], "which another beam uses too"),
+    ("beams", [("        elif users[table[-1]] > 1:", "        else:")], "copies where .* will do"),
+    ("beams", [("            copies.append((source, target))\n", "")], "no longer reads token"),
+    ("beams", [("copies.append((source, target))", "copies.append((target, source))")], "no longer reads token"),
+    ("beams", [("            users[source] -= 1\n", "")], "copies where|new beams use the block"),
+    ("beams", [("            users[target] = 1\n", "")], "new beams use the block"),
+    ("beams", [(DROP, "            pass\n")], "copies where|new beams use the block"),
+    ("beams", [("                free.append(block)\n", "                pass\n")], "free should hold"),
+    ("beams", [("if length % size == 0:", "if length % size == 1:")], "it needs|would write into block"),
+    (
+        "beams",
+        [("            table.append(free.pop())\n", "            table.append(free[-1])\n")],
+        "which another beam",
+    ),
+    ("beams", [("tables[parent]) for parent in parents", "table) for table in tables")], "no longer reads token"),
+    ("beams", [("return new_tables, copies", "return new_tables")], "two lists"),
+    ("beams", [("return new_tables, copies", "return new_tables, [list(pair) for pair in copies]")], "as pairs"),
+]
+
+
+@pytest.mark.parametrize(("cell", "edits", "message"), SLIPS, ids=lambda value: str(value)[:40])
+def test_a_wrong_answer_fails_and_is_told_why(cell, edits, message):
+    """B3: weak checks let wrong code pass. Also E1, as a reader would make it."""
+    wrong = answered(cell, *edits)
+    for _ in range(10):
+        with pytest.raises(CheckFailed, match=f"(?s){message}") as failed:
+            BUILT[cell](wrong)
+        assert not isinstance(failed.value, NotAnswered)
+        assert "\n  on the input " in str(failed.value)
+
+
+RIGHT = {
+    ch05.waste: (15.5, 4.91, 85.4, 16),
+    ch05.block_size: (8, 32, 15, "short answers need small blocks"),
+}
+NUMBERS = [  # check, which argument is wrong, the wrong value, what the message says
+    (ch05.waste, 0, 16, "last: .*at least one token"),
+    (ch05.waste, 0, 31, "last: .*that is the most"),
+    (ch05.waste, 0, 32, "last: .*not have been handed out"),
+    (ch05.waste, 1, 5.17, "paged: .*all that is handed out"),
+    (ch05.waste, 1, 0.0491, "paged: .*percent are asked for"),
+    (ch05.waste, 1, 9.37, "paged: .*worst last block"),
+    (ch05.waste, 1, 95.1, "paged: .*part in use"),
+    (ch05.waste, 2, 14.6, "reserved: .*part in use"),
+    (ch05.waste, 2, 0.854, "reserved: .*percent"),
+    (ch05.waste, 3, 32, "largest: .*4.9%"),
+    (ch05.waste, 3, 8, "largest: .*stay below"),
+    (ch05.waste, 3, 25, "largest: .*no power of two"),
+    (ch05.block_size, 0, 16, "short: .*above 5%"),
+    (ch05.block_size, 0, 4, "short: .*stays below"),
+    (ch05.block_size, 0, 32, "short: .*other column"),
+    (ch05.block_size, 0, 8.5, "short: .*whole number"),
+    (ch05.block_size, 1, 64, "long: .*above 5%"),
+    (ch05.block_size, 1, 8, "long: .*other column"),
+    (ch05.block_size, 2, 7.5, "worst: .*average over all lengths"),
+    (ch05.block_size, 2, 16, "worst: .*one token is in"),
+    (ch05.block_size, 2, 1, "worst: .*how many are empty"),
+    (ch05.block_size, 3, "long answers need small blocks", "conclusion: .*weigh less"),
+    (ch05.block_size, 3, "the length does not matter", "conclusion: .*compare the two columns"),
+]
+
+
+@pytest.mark.parametrize("check", RIGHT, ids=lambda check: check.__name__)
+def test_the_right_numbers_pass_and_are_confirmed(check, capsys):
+    check(*RIGHT[check])
+    assert all(line.startswith("✓ ") for line in capsys.readouterr().out.splitlines())
+
+
+@pytest.mark.parametrize(("check", "place", "wrong", "message"), NUMBERS, ids=lambda value: str(value)[:30])
+def test_a_wrong_number_fails_and_is_told_why(check, place, wrong, message):
+    """B3 for what is worked out or concluded."""
+    answers = list(RIGHT[check])
+    answers[place] = wrong
+    with pytest.raises(CheckFailed, match=f"^{message}"):
+        check(*answers)
+
+
+# What the checks take for right, held to the engine.
+
+
+def test_beams_of_the_reference_share_and_copy_as_block_tables_do():
+    """The same step with `BlockTable`: as many blocks in use, as many copies, the same counts."""
+    for tables, parents, length, size, users, free in ch05.beam_cases(Draw(3)):
+        pool = BlockPool(len(users), size)
+        pool._ref_counts, pool._free = list(users), list(free)
+        old = [BlockTable(pool) for _ in tables]
+        for table, blocks in zip(old, tables, strict=True):
+            table.blocks = list(blocks)
+        pool.check(old)
+        new = [old[parent].fork() for parent in parents]
+        for table in old:
+            table.truncate(0)
+        copies = [pair for table in new for pair in table.prepare(length, length + 1)]
+        pool.check(new)
+        _, expected = ch05.right_beams(tables, parents, length, size, users, free)
+        assert len(copies) == len(expected) and sorted(users) == sorted(pool._ref_counts)
+        assert len(free) == pool.num_free
+
+
+def test_the_pool_of_the_reference_counts_as_the_engine_does():
+    """Which block is given away first differs; how many are free does not, where nothing free is forked."""
+    for num_blocks, script in ch05.pool_cases(Draw(4)):
+        ours, theirs, same = ch05.RightPool(num_blocks), BlockPool(num_blocks, 1), {}
+        for name, *arguments in script:
+            if name == "fork" and any(not ours.users[block] for block in arguments[0]):
+                break
+            given = getattr(ours, name)(*arguments)
+            if name == "allocate":
+                if given is not None:
+                    same[given] = theirs.allocate()
+                continue
+            getattr(theirs, name)([same[block] for block in arguments[0]])
+            assert ours.num_free() == theirs.num_free
+
+
+def test_the_experiment_gives_the_answers_of_the_formula():
+    """Sequences of 1 to 159 and 1 to 999 tokens: the largest sizes below the limit are those of the check."""
+    for tokens in (ch05.SHORT, ch05.LONG):
+        for size in (1, 2, 4, 8, 16, 32, 64):
+            lengths = range(1, 2 * tokens)
+            held = sum(-(-length // size) * size for length in lengths)
+            found = 100 * (1 - sum(lengths) / held)
+            expected = ch05.waste_of(tokens, size)
+            assert abs(found - expected) < 0.08 * expected + 1e-9
+            assert (found < ch05.ALLOWED) == (size <= ch05.largest_size(tokens, ch05.ALLOWED))
+            assert abs(found - ch05.ALLOWED) > 0.5, "the answer does not hang on the draw"
+
+
+def test_the_conditions_in_the_text_are_those_that_the_checks_use():
+    """B4: a constant typed twice drifts."""
+    text = shared.prose(NAME)
+    for phrase in (
+        f"hold {ch05.TOKENS} tokens on average", f"blocks of {ch05.BLOCK} slots", f"reservation of {ch05.LIMIT} slots",
+        f"below {ch05.MOST} percent", f"{ch05.SHORT} tokens on average and {ch05.LONG} on average",
+        f"below {ch05.ALLOWED} percent", f"blocks of {ch05.WORST_BLOCK}, and every sequence is one token longer",
+    ):  # fmt: skip
+        assert phrase in text, phrase
+    source = shared.code("solutions", NAME)["sizes-run"]
+    assert f"randint(1, {2 * ch05.SHORT - 1})" in source and f"randint(1, {2 * ch05.LONG - 1})" in source
