@@ -27,7 +27,7 @@ import torch
 
 from benchmarks.decode import device_name, load
 from benchmarks.serving_peers import PaddedBatches, PeerContinuous
-from minillm.config import ModelConfig
+from minillm.config import EngineConfig, ModelConfig
 from minillm.engine import Engine
 from minillm.lab import usable_cores
 from minillm.lab.tables import Table, format_number
@@ -35,7 +35,6 @@ from minillm.lab.timing import Comparison, Timing
 from minillm.model import Transformer
 from minillm.roofline import Device, measure_bandwidth
 from minillm.runner import ModelRunner
-from minillm.scheduler import EngineConfig
 from minillm.simulate import SimulatedRunner
 from minillm.workload import TimedRequest, capped_exponential, make_workload, replay, uniform
 

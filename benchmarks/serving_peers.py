@@ -8,8 +8,8 @@ from collections.abc import Sequence
 import torch
 
 from benchmarks.peers import Transformers
+from minillm.config import EngineConfig
 from minillm.model import Transformer
-from minillm.scheduler import EngineConfig
 from minillm.workload import TimedRequest
 
 

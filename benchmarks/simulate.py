@@ -21,13 +21,14 @@ from dataclasses import dataclass
 import torch
 
 from benchmarks.decode import device_name, load
+from minillm.config import EngineConfig
 from minillm.engine import Engine
 from minillm.lab import usable_cores
 from minillm.lab.tables import Table, format_number
 from minillm.lab.timing import Timing, format_seconds
 from minillm.roofline import Device
 from minillm.runner import ModelRunner
-from minillm.scheduler import EngineConfig, Step
+from minillm.scheduler import Step
 from minillm.simulate import SimulatedRunner
 from minillm.workload import fixed, make_workload, replay
 

@@ -1,9 +1,8 @@
 """minillm: an engine that serves language models, built chapter by chapter in the book of the same name."""
 
-from minillm.config import ModelConfig
-from minillm.engine import LLM
+from minillm.config import EngineConfig, ModelConfig
+from minillm.llm import LLM
 from minillm.sampling import SamplingParams
-from minillm.scheduler import EngineConfig
 from minillm.tokenizer import load_tokenizer
 from minillm.weights import load_model
 

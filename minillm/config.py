@@ -1,4 +1,4 @@
-"""The shape of a model, and the arithmetic that follows from it.
+"""The shape of a model and the arithmetic that follows from it; and how an engine batches.
 
 Everything a server must budget for (weights, keys and values, operations) can be computed from a
 dozen integers before a single weight is read. This module does that, with no tensor in sight.
@@ -134,6 +134,50 @@ class ModelConfig:
         if not isinstance(name, str) or name not in PRESETS:
             raise ValueError(f"unknown preset {name!r}; there are {', '.join(sorted(PRESETS))}")
         return PRESETS[name]
+
+
+@dataclass(frozen=True)
+class EngineConfig:
+    """How an engine batches and keeps its cache. Raises ValueError naming the setting that makes no sense.
+
+    block_size: tokens a block. num_blocks: blocks of the pool; None takes what memory allows. max_batch_size: samples
+    that run at once. token_budget: tokens a step, decodes first; a batch is never larger than the budget, so that
+    every running request advances at every step. batching: "continuous", or "static", where a batch starts and
+    leaves together. reserve: "on_demand" gives a request its blocks as it grows, "max_context" all it could ever need
+    before it starts. chunked_prefill: long prompts are computed in parts; without it a prompt is one step's work,
+    however long. prefix_caching: blocks of finished requests serve those that start alike. order: "arrival", or
+    "prefix", which takes the waiting request with the longest cached start first, until one has been overtaken
+    as often as a batch has places.
+    """
+
+    block_size: int = 16
+    num_blocks: int | None = None
+    max_batch_size: int = 64
+    token_budget: int = 512
+    batching: str = "continuous"
+    reserve: str = "on_demand"
+    chunked_prefill: bool = True
+    prefix_caching: bool = True
+    order: str = "arrival"
+
+    def __post_init__(self):
+        for name in ("block_size", "num_blocks", "max_batch_size", "token_budget"):
+            value = getattr(self, name)
+            if name == "num_blocks" and value is None:
+                continue
+            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+                raise ValueError(f"{name} must be an integer of at least 1, got {value!r}")
+        choices_of = {
+            "batching": ("continuous", "static"),
+            "reserve": ("on_demand", "max_context"),
+            "order": ("arrival", "prefix"),
+        }
+        for name, choices in choices_of.items():
+            if getattr(self, name) not in choices:
+                raise ValueError(f"{name} must be one of {', '.join(choices)}, got {getattr(self, name)!r}")
+        for name in ("chunked_prefill", "prefix_caching"):
+            if not isinstance(getattr(self, name), bool):
+                raise ValueError(f"{name} must be True or False, got {getattr(self, name)!r}")
 
 
 PRESETS = {

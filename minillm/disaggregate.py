@@ -28,12 +28,13 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
+from minillm.config import EngineConfig
 from minillm.engine import Engine
 from minillm.kv_transfer import DECODE, GOODBYE, PREFILL, DecodeRunner, PrefillRunner, Transfer, receive, waiting_in
 from minillm.naive import check_prompt
 from minillm.request import CompletionOutput, Request, RequestOutput, Timeline
 from minillm.sampling import SamplingParams
-from minillm.scheduler import EngineConfig, Scheduler
+from minillm.scheduler import Scheduler
 from minillm.tokenizer import load_tokenizer
 from minillm.weights import load_model, read_config
 

@@ -135,6 +135,27 @@ class Request:
 
 
 @dataclass
+class Step:
+    """What one step does: `requests[i]` computes its next `counts[i]` tokens, and then draws `samples[i]`.
+
+    samples is 0 in the middle of a prompt, 1 for a decode, n where a prompt of n samples ends. `copies` are the
+    (source, target) blocks to copy first. `preempted` requests lost their blocks to older ones.
+    """
+
+    requests: list[Request] = field(default_factory=list)
+    counts: list[int] = field(default_factory=list)
+    samples: list[int] = field(default_factory=list)
+    copies: list[tuple[int, int]] = field(default_factory=list)
+    preempted: list[Request] = field(default_factory=list)
+
+    def add(self, request: Request, count: int) -> None:
+        """Grant `count` tokens."""
+        self.requests.append(request)
+        self.counts.append(count)
+        self.samples.append(1 + len(request.samples) if count == request.num_missing else 0)
+
+
+@dataclass
 class CompletionOutput:
     """One sample as it stands. `finish_reason` is "length", "stop", "abort", "error", or None while it runs."""
 

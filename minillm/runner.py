@@ -11,11 +11,11 @@ from typing import Protocol
 
 import torch
 
-from minillm.config import ModelConfig
+from minillm.config import EngineConfig, ModelConfig
 from minillm.model import Transformer
 from minillm.paged_cache import PagedCache, PagedView
 from minillm.sampling import sample
-from minillm.scheduler import EngineConfig, Step
+from minillm.scheduler import Step
 
 CACHE_BYTES = 2 * 2**30  # what a CPU's pool takes at most, if nothing else is said
 GPU_SHARE = 0.8  # of the memory that is free on a GPU

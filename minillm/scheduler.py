@@ -8,76 +8,11 @@ continuous batching (Yu et al., 2022). It handles requests and blocks, never ten
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass, field
 
+from minillm.config import EngineConfig
 from minillm.paged_cache import BlockPool, BlockTable
 from minillm.prefix_cache import PrefixCache
-from minillm.request import Request, Status
-
-
-@dataclass(frozen=True)
-class EngineConfig:
-    """How an engine batches and keeps its cache. Raises ValueError naming the setting that makes no sense.
-
-    block_size: tokens a block. num_blocks: blocks of the pool; None takes what memory allows. max_batch_size: samples
-    that run at once. token_budget: tokens a step, decodes first; a batch is never larger than the budget, so that
-    every running request advances at every step. batching: "continuous", or "static", where a batch starts and
-    leaves together. reserve: "on_demand" gives a request its blocks as it grows, "max_context" all it could ever need
-    before it starts. chunked_prefill: long prompts are computed in parts; without it a prompt is one step's work,
-    however long. prefix_caching: blocks of finished requests serve those that start alike. order: "arrival", or
-    "prefix", which takes the waiting request with the longest cached start first, until one has been overtaken
-    as often as a batch has places.
-    """
-
-    block_size: int = 16
-    num_blocks: int | None = None
-    max_batch_size: int = 64
-    token_budget: int = 512
-    batching: str = "continuous"
-    reserve: str = "on_demand"
-    chunked_prefill: bool = True
-    prefix_caching: bool = True
-    order: str = "arrival"
-
-    def __post_init__(self):
-        for name in ("block_size", "num_blocks", "max_batch_size", "token_budget"):
-            value = getattr(self, name)
-            if name == "num_blocks" and value is None:
-                continue
-            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-                raise ValueError(f"{name} must be an integer of at least 1, got {value!r}")
-        choices_of = {
-            "batching": ("continuous", "static"),
-            "reserve": ("on_demand", "max_context"),
-            "order": ("arrival", "prefix"),
-        }
-        for name, choices in choices_of.items():
-            if getattr(self, name) not in choices:
-                raise ValueError(f"{name} must be one of {', '.join(choices)}, got {getattr(self, name)!r}")
-        for name in ("chunked_prefill", "prefix_caching"):
-            if not isinstance(getattr(self, name), bool):
-                raise ValueError(f"{name} must be True or False, got {getattr(self, name)!r}")
-
-
-@dataclass
-class Step:
-    """What one step does: `requests[i]` computes its next `counts[i]` tokens, and then draws `samples[i]`.
-
-    samples is 0 in the middle of a prompt, 1 for a decode, n where a prompt of n samples ends. `copies` are the
-    (source, target) blocks to copy first. `preempted` requests lost their blocks to older ones.
-    """
-
-    requests: list[Request] = field(default_factory=list)
-    counts: list[int] = field(default_factory=list)
-    samples: list[int] = field(default_factory=list)
-    copies: list[tuple[int, int]] = field(default_factory=list)
-    preempted: list[Request] = field(default_factory=list)
-
-    def add(self, request: Request, count: int) -> None:
-        """Grant `count` tokens."""
-        self.requests.append(request)
-        self.counts.append(count)
-        self.samples.append(1 + len(request.samples) if count == request.num_missing else 0)
+from minillm.request import Request, Status, Step
 
 
 class Scheduler:
@@ -164,12 +99,11 @@ class Scheduler:
             self._preempt(victim, step)
             if victim is request:
                 return False
-        step.copies += self._prepare(request, start + count)
+        step.copies += self._prepare(request, start, start + count)
         return True
 
-    def _prepare(self, request: Request, stop: int) -> list[tuple[int, int]]:
-        """Blocks for its tokens up to `stop`, the least recently used of the prefix cache among them."""
-        start = request.num_computed_tokens
+    def _prepare(self, request: Request, start: int, stop: int) -> list[tuple[int, int]]:
+        """Blocks for its tokens from `start` to `stop`, the least recently used of the prefix cache among them."""
         if self.prefixes:
             self.prefixes.evict(request.block_table.missing(start, stop) - self.pool.num_free)
         return request.block_table.prepare(start, stop)
@@ -205,8 +139,8 @@ class Scheduler:
                 request.num_computed_tokens = 0
                 return
             self._enter(request)
-            reserves = self.config.reserve == "max_context"
-            self._prepare(request, self.max_context if reserves else request.num_computed_tokens + count)
+            start, reserves = request.num_computed_tokens, self.config.reserve == "max_context"
+            self._prepare(request, start, self.max_context if reserves else start + count)
             if count:
                 step.add(request, count)
             left, places = left - count, places - n
@@ -285,9 +219,7 @@ class Scheduler:
             if self.config.reserve == "max_context":  # the prompt is shared, the rest of each reservation its own
                 sample.block_table.truncate(request.num_computed_tokens)
                 own = len(sample.block_table.blocks) * self.pool.block_size
-                if self.prefixes:
-                    self.prefixes.evict(sample.block_table.missing(own, self.max_context) - self.pool.num_free)
-                sample.block_table.prepare(own, max(own, self.max_context))
+                self._prepare(sample, own, max(own, self.max_context))
         self.running[place:place] = request.samples
         request.samples = []
 

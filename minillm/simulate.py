@@ -16,9 +16,9 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
 
-from minillm.config import ModelConfig
+from minillm.config import EngineConfig, ModelConfig
 from minillm.roofline import Device, StepCost, activation_dtype, decode_step, step_cost
-from minillm.scheduler import EngineConfig, Step
+from minillm.scheduler import Step
 
 PLACEHOLDER = 0  # the token that a simulated step "draws"
 

@@ -9,14 +9,14 @@ import pytest
 import torch
 
 from minillm import naive, runner
-from minillm.config import ModelConfig
-from minillm.engine import LLM, Engine
+from minillm.config import EngineConfig, ModelConfig
+from minillm.engine import Engine
+from minillm.llm import LLM
 from minillm.model import Transformer
 from minillm.naive import NoCache
 from minillm.request import Status
 from minillm.runner import ModelRunner, default_num_blocks
 from minillm.sampling import SamplingParams, probabilities
-from minillm.scheduler import EngineConfig
 from minillm.tokenizer import load_tokenizer
 from minillm.weights import save_model
 

@@ -14,14 +14,13 @@ import pytest
 import torch
 
 from minillm import kv_cache, naive
-from minillm.config import ModelConfig
+from minillm.config import EngineConfig, ModelConfig
 from minillm.engine import Engine
 from minillm.kv_cache import ContiguousCache
 from minillm.model import Transformer
 from minillm.naive import NoCache
 from minillm.runner import ModelRunner
 from minillm.sampling import SamplingParams, StopCondition, sample
-from minillm.scheduler import EngineConfig
 
 NEAR_TIE = 1e-3  # in float32, logits this close may change places
 

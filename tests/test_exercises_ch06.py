@@ -6,13 +6,14 @@ import pytest
 import test_exercises as shared
 from test_exercises import answered, prose
 
+from minillm.config import EngineConfig
 from minillm.lab.answers import ch06, ch06_drive
 from minillm.lab.checks import CheckFailed, Draw, NotAnswered
 from minillm.metrics import summarize
 from minillm.paged_cache import BlockPool
 from minillm.request import CompletionOutput, Request, RequestOutput, Timeline
 from minillm.sampling import SamplingParams
-from minillm.scheduler import EngineConfig, Scheduler
+from minillm.scheduler import Scheduler
 
 CHAPTER = "06_continuous_batching"
 BUILT = {"admit": ch06.admit, "schedule": ch06.schedule, "goodput": ch06.goodput}

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 from torch.nn import functional as F
 
-from minillm.config import ModelConfig
+from minillm.config import EngineConfig, ModelConfig
 from minillm.engine import Engine
 from minillm.kv_cache import ContiguousCache
 from minillm.lab import notebooks
@@ -27,7 +27,6 @@ from minillm.naive import NoCache
 from minillm.paged_cache import BlockPool, BlockTable, OutOfBlocks, PagedCache
 from minillm.runner import ModelRunner
 from minillm.sampling import SamplingParams
-from minillm.scheduler import EngineConfig
 
 CONFIG = ModelConfig(
     vocab_size=61, dim=24, n_layers=2, n_heads=6, n_kv_heads=2, head_dim=10, ffn_dim=40, max_context=64,

@@ -13,11 +13,11 @@ import pytest
 from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
-from minillm.config import ModelConfig
+from minillm.config import EngineConfig, ModelConfig
 from minillm.engine import Engine
 from minillm.request import Request, Status
 from minillm.sampling import SamplingParams
-from minillm.scheduler import EngineConfig, Scheduler
+from minillm.scheduler import Scheduler
 
 EOS, VOCAB, CONTEXT = 3, 997, 40
 

@@ -8,11 +8,10 @@ import torch
 
 from benchmarks import serving
 from minillm import naive
-from minillm.config import ModelConfig
+from minillm.config import EngineConfig, ModelConfig
 from minillm.model import Transformer
 from minillm.roofline import Device, step_cost
 from minillm.runner import ModelRunner
-from minillm.scheduler import EngineConfig
 
 CONFIG = ModelConfig(
     vocab_size=97, dim=24, n_layers=2, n_heads=6, n_kv_heads=2, head_dim=10, ffn_dim=40, max_context=64,

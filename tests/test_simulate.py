@@ -20,12 +20,11 @@ from transformers import (
 )
 
 from benchmarks import simulate as benchmark
-from minillm.config import ModelConfig
+from minillm.config import EngineConfig, ModelConfig
 from minillm.engine import Engine
 from minillm.metrics import summarize
 from minillm.roofline import Device, step_cost
 from minillm.sampling import SamplingParams
-from minillm.scheduler import EngineConfig
 from minillm.simulate import PUBLISHED, SimulatedRunner, num_blocks, padded_batch_times, published_model, several
 from minillm.workload import TimedRequest, fixed, make_workload, poisson, replay, uniform
 
