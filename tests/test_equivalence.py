@@ -85,7 +85,8 @@ def serve(model, config, prompts, params) -> tuple[list, dict]:
     while engine.has_unfinished:
         done |= {output.request_id: output for output in engine.step() if output.finished}
         engine.scheduler.check()
-    assert engine.scheduler.pool.num_free == config.num_blocks
+    assert engine.scheduler.num_free == config.num_blocks
+    CACHED.append(sum(sample.timeline.cached_tokens for output in done.values() for sample in output.outputs))
     return [done[id] for id in ids], engine.stats
 
 
@@ -100,6 +101,7 @@ def forked(model, prompts, params):
 
 
 PREEMPTIONS: list[int] = []
+CACHED: list[int] = []
 PATHS = {
     "contiguous": contiguous,
     "ragged batch": ragged_batch,
@@ -119,6 +121,11 @@ PATHS = {
     "static, reserved": served(batching="static", reserve="max_context", block_size=4),
     "continuous, reserved": served(reserve="max_context", block_size=4),
     "forked": forked,
+    "prefixes, blocks of 1": served(block_size=1, num_blocks=300, max_batch_size=2),
+    "prefixes, blocks of 3": served(block_size=3, max_batch_size=2),
+    "prefixes, always evicting": served(block_size=2, num_blocks="smallest", max_batch_size=2),
+    "prefixes, longest first": served(block_size=2, max_batch_size=2, token_budget=5, order="prefix"),
+    "no prefixes": served(block_size=3, max_batch_size=2, prefix_caching=False),
 }
 
 
@@ -145,8 +152,14 @@ def random_model(config: ModelConfig, dtype, seed: int) -> Transformer:
 
 
 def workload(config: ModelConfig, rng: random.Random) -> list[list[int]]:
-    """One to four prompts of 1 to 20 tokens."""
-    return [[rng.randrange(config.vocab_size) for _ in range(rng.randrange(1, 21))] for _ in range(rng.randrange(1, 5))]
+    """One to five prompts of 1 to 20 tokens; many are starts of one another, or repeat, or part in the middle."""
+    common = [rng.randrange(config.vocab_size) for _ in range(20)]
+    prompts = []
+    for _ in range(rng.randrange(1, 6)):
+        length = rng.randrange(1, 21)
+        shared = rng.choice([0, length, rng.randrange(length + 1)])
+        prompts.append(common[:shared] + [rng.randrange(config.vocab_size) for _ in range(length - shared)])
+    return prompts
 
 
 @functools.cache
@@ -164,10 +177,13 @@ def case(seed: int, temperature: float, dtype: torch.dtype):
 def test_path_gives_the_tokens_of_naive_generation(name, temperature):
     """float64, random shapes and prompts; sampling with a seed too, whatever else is in the batch."""
     PREEMPTIONS.clear()
+    CACHED.clear()
     for seed in range(12):
         model, prompts, params, expected = case(seed, temperature, torch.float64)
         assert PATHS[name](model, prompts, params) == expected, f"seed {seed}, {model.config}"
     assert sum(PREEMPTIONS) or "preempted" not in name, "the pool is not small"
+    assert sum(CACHED) or not name.startswith("prefixes"), "nothing is shared"
+    assert not sum(CACHED) or name != "no prefixes"
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.9])

@@ -245,7 +245,7 @@ class World:
             steps += 1
             assert steps <= bound, "somebody starves"
         assert not self.alive and not self.scheduler.waiting and not self.scheduler.running and not self.scheduler.held
-        assert self.scheduler.pool.num_free == self.num_blocks, "blocks are lost"
+        assert self.scheduler.num_free == self.num_blocks, "blocks are lost"
         enough = self.scheduler.max_batch_size * self.scheduler.pool.blocks_for(CONTEXT)
         if self.config.reserve == "max_context" or self.num_blocks >= enough:
             assert self.engine.stats["preemptions"] == 0, "there was memory for all"

@@ -140,7 +140,7 @@ def test_any_run_gives_every_request_its_tokens(workload, block_size, batch, bat
         assert asked.arrival <= line.scheduled < line.token_times[0] and line.token_times[-1] <= line.end
         assert line.token_times == sorted(set(line.token_times))
     simulated.scheduler.check()
-    assert simulated.scheduler.pool.num_free == blocks
+    assert simulated.scheduler.num_free == blocks
     summary = summarize(outputs, ttft=math.inf, tpot=math.inf)
     assert summary.output_tokens == sum(r.params.max_tokens for r in requests) and summary.attainment == 1
     # Steps do not overlap, and the busy time is at least what reading the weights once a step takes.
