@@ -1,0 +1,136 @@
+"""What users do to each other, and for each other: the stall behind a long prompt, and starts that are shared.
+
+    python -m benchmarks.many_users                      # smollm2: minutes
+    python -m benchmarks.many_users --model tiny --rounds 1 --json FILE
+
+First, requests are decoding when a long prompt arrives: the 99th percentile of their inter-token latencies with
+whole prompts and with chunks, and what the long prompt waits. Then programs of the kinds that share their starts, and
+one that shares nothing, with the prefix cache on and off: throughput and hit rate. All of it in turn, in one run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import shlex
+import statistics
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from benchmarks.decode import device_name, load
+from minillm.config import EngineConfig
+from minillm.engine import Engine
+from minillm.lab import usable_cores
+from minillm.lab.tables import Table
+from minillm.runner import ModelRunner
+from minillm.sampling import SamplingParams
+from minillm.workload import converse, make_sessions, programs
+
+STALL_COLUMNS = ["prompts", ("ITL, p99", "ms, of those who decode"), ("longest ITL", "ms"), ("TTFT", "s, long prompt")]
+PREFIX_COLUMNS = ["program", ("hit rate", "of prompt tokens"), ("throughput", "cache on, times off"), "spread"]
+
+
+def stall(runner: ModelRunner, config: EngineConfig, long: int, seed: int) -> tuple[list[float], float]:
+    """Inter-token latencies, in seconds, of four requests that decode, and the TTFT of a long prompt among them."""
+    rng = np.random.default_rng(seed)
+    vocab, engine, done = runner.config.vocab_size, Engine(runner, config), {}
+    params = SamplingParams(max_tokens=40, temperature=0, ignore_eos=True)
+    ids = [engine.add_request(rng.integers(vocab, size=16).tolist(), params) for _ in range(4)]
+    late, steps = None, 0
+    while engine.has_unfinished:
+        done |= {output.request_id: output for output in engine.step() if output.finished}
+        steps += 1
+        if steps == 10:
+            late = engine.add_request(rng.integers(vocab, size=long).tolist(), replace(params, max_tokens=1))
+    gaps = [gap for id in ids for gap in done[id].metrics.itl]
+    return gaps, done[late].metrics.ttft
+
+
+def measure_stall(model, rounds: int, budget: int) -> list[tuple]:
+    """Whole prompts and chunks, in turn: a table row each, and the figures."""
+    long = min(1024, model.config.max_context * 3 // 4)
+    kinds = {"whole": EngineConfig(chunked_prefill=False, prefix_caching=False, num_blocks=256)}
+    kinds[f"chunks, budget {budget}"] = EngineConfig(token_budget=budget, prefix_caching=False, num_blocks=256)
+    runner, found = ModelRunner(model, kinds["whole"]), {name: ([], []) for name in kinds}
+    for number in range(rounds + 1):
+        for name, config in kinds.items():
+            gaps, ttft = stall(runner, config, long, number)
+            if number:  # the first round warms up
+                found[name][0].append(gaps)
+                found[name][1].append(ttft)
+    rows = []
+    for name, (gaps, ttfts) in found.items():
+        p99 = statistics.median(float(np.percentile(each, 99)) for each in gaps)
+        longest = statistics.median(max(each) for each in gaps)
+        rows.append((name, 1000 * p99, 1000 * longest, statistics.median(ttfts)))
+    return rows
+
+
+def measure_prefixes(model, rounds: int, count: int, unit: int) -> list[tuple]:
+    """Every program with the cache on and off, in turn: a table row each."""
+    rows, vocab = [], model.config.vocab_size
+    for name, shape in programs(unit).items():
+        sessions = make_sessions(count, vocab_size=vocab, seed=1, **shape)
+        seconds: dict[bool, list[float]] = {True: [], False: []}
+        hits = prompts = 0
+        for number in range(rounds + 1):
+            for on in (True, False):
+                config = EngineConfig(prefix_caching=on, max_batch_size=4)
+                engine = Engine(ModelRunner(model, config), config)
+                began = time.perf_counter()
+                outputs = [output for each in converse(engine, sessions) for output in each]
+                if number:
+                    seconds[on].append(time.perf_counter() - began)
+                if on:
+                    hits = sum(output.metrics.cached_tokens for output in outputs)
+                    prompts = sum(len(output.prompt_ids) for output in outputs)
+        ratios = sorted(off / on for on, off in zip(seconds[True], seconds[False], strict=True))
+        rows.append((name, hits / prompts, statistics.median(ratios), f"{ratios[0]:.2f} to {ratios[-1]:.2f}"))
+    return rows
+
+
+def main(arguments: list[str] | None = None) -> dict[str, dict]:
+    """Both parts on one model; prints two tables and returns the figures as in a file of `book/measurements`."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.many_users", description=__doc__.splitlines()[0])
+    parser.add_argument("--model", default="smollm2", help="a name that load_model knows")
+    parser.add_argument("--rounds", type=int, default=3, help="rounds of taking turns")
+    parser.add_argument("--budget", type=int, default=64, help="tokens a step, with chunks")
+    parser.add_argument("--sessions", type=int, default=16, help="of each program; four run at once")
+    parser.add_argument("--unit", type=int, default=8, help="tokens that scale the programs' lengths")
+    parser.add_argument("--json", type=Path, help="write the figures as a file of book/measurements")
+    asked = parser.parse_args(arguments)
+    for name in ("rounds", "budget", "sessions", "unit"):
+        if getattr(asked, name) < 1:
+            parser.error(f"--{name} must be 1 or more, got {getattr(asked, name)}")
+    torch.set_num_threads(usable_cores())
+    model, here = load(asked.model, None, None), device_name(None)
+    caption = f"{asked.model} on {here}, torch {torch.__version__}. Medians of {asked.rounds} rounds in turn."
+    stalls = measure_stall(model, asked.rounds, max(asked.budget, 4))
+    print(Table([(n, f"{a:.0f}", f"{b:.0f}", f"{c:.2f}") for n, a, b, c in stalls], STALL_COLUMNS, caption), flush=True)
+    shared = measure_prefixes(model, asked.rounds, asked.sessions, asked.unit)
+    print(Table([(n, f"{100 * h:.0f}%", f"{r:.2f}×", s) for n, h, r, s in shared], PREFIX_COLUMNS, caption))
+    values = {}
+    for name, p99, longest, ttft in stalls:
+        key = name.split(",")[0]
+        values[f"stall_p99_itl_{key}"] = {"value": p99, "unit": "ms"}
+        values[f"stall_longest_itl_{key}"] = {"value": longest, "unit": "ms"}
+        values[f"stall_ttft_{key}"] = {"value": ttft, "unit": "s"}
+    for name, hit_rate, ratio, _ in shared:
+        key = name.replace(" ", "_").replace("-", "_")
+        values[f"prefix_hit_rate_{key}"] = {"value": hit_rate, "unit": ""}
+        values[f"prefix_speedup_{key}"] = {"value": ratio, "unit": "×"}
+    if asked.json:
+        command = shlex.join(["python", "-m", "benchmarks.many_users", *(arguments or sys.argv[1:])])
+        record = {"device": here, "date": datetime.date.today().isoformat(), "command": command, "values": values}
+        asked.json.write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
+    return values
+
+
+if __name__ == "__main__":
+    main()
