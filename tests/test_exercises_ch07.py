@@ -1,0 +1,193 @@
+"""The exercises of chapter 7: right answers pass, wrong ones are told why, and the references are the engine's."""
+
+import re
+
+import pytest
+from test_exercises import answered, cells, code, prose
+
+from minillm.config import EngineConfig
+from minillm.lab.answers import ch07
+from minillm.lab.checks import CheckFailed, Draw, NotAnswered
+from minillm.metrics import summarize
+from minillm.request import Request, Status
+from minillm.roofline import Device, weights_read
+from minillm.sampling import SamplingParams
+from minillm.scheduler import Scheduler
+from minillm.simulate import published_model
+
+CHAPTER = "07_chunked_prefill"
+BUILT = {"share": ch07.share, "read": ch07.read_again}
+ROUNDS = "    for limit in (most, budget):  # the second round has no limit but the budget"
+WRONG_BUILT = [
+    ("share", [("left = budget - sum(counts)", "left = budget")], "come out of the budget too"),
+    ("share", [("counts = [1 if tokens == 1 else 0 for tokens in missing]", "counts = [0] * len(missing)")],
+     "took the place of a decode"),
+    ("share", [("(most, budget)", "(budget,)")], "at most `most`"),
+    ("share", [("(most, budget)", "(most,)")], "goes round again"),
+    ("share", [("(most, budget)", "(most, most)")], "no limit but what is missing"),
+    ("share", [("            left -= granted\n", "")], "is gone for the next|should be"),
+    ("share", [("tokens - counts[i], limit", "tokens, limit")], "should be"),
+    ("share", [("in enumerate(missing)", "in reversed(list(enumerate(missing)))")], "should be"),
+    ("share", [("return counts", "return counts[::-1]")], "should be"),
+    ("share", [(ROUNDS, "    for limit in (min(most, left // max(1, len(missing))), budget):")], "should be"),
+    ("read", [("-(-prompt // chunk)", "max(1, prompt // chunk)")], "round the number of chunks up"),
+    ("read", [("(n - 1) * stored + ", "")], "stored before the prompt"),
+    ("read", [("(n - 1) * stored", "(n > 1) * stored")], "once more"),
+    ("read", [("(n - 1) * stored", "n * stored")], "one piece reads the stored"),
+    ("read", [("chunk * n * (n - 1) // 2", "chunk * n * (n + 1) // 2")], "n - 1, not n"),
+    ("read", [("chunk * n * (n - 1) // 2", "prompt * (n - 1) / 2")], "cut is ragged"),
+    ("read", [("(n - 1) * stored + chunk * n * (n - 1) // 2", "(n > 1) * (stored + chunk * (n - 1))")],
+     "the last chunk reads"),
+]  # fmt: skip
+
+BUDGET = (13, 243, 937, 14)
+EXPERIMENT = (512, "hardly", "prompts wait in a queue", 256, "a larger budget")
+WRONG_NUMBERS = [  # check, right answers, which one is wrong, the wrong value, what the message says
+    (ch07.budget, BUDGET, 0, 8, "decode_ms: .*the weights alone"),
+    (ch07.budget, BUDGET, 0, 5, "decode_ms: .*keys and values alone"),
+    (ch07.budget, BUDGET, 0, 8.125, "decode_ms: .*its own tokens"),
+    (ch07.budget, BUDGET, 0, 9, "decode_ms: .*two bytes"),
+    (ch07.budget, BUDGET, 0, 0.013, "decode_ms: .*milliseconds"),
+    (ch07.budget, BUDGET, 1, 243.75, "free: .*round down"),
+    (ch07.budget, BUDGET, 1, 244, "free: .*round down"),
+    (ch07.budget, BUDGET, 1, 487, "free: .*two operations"),
+    (ch07.budget, BUDGET, 1, 203, "free: .*the decodes are tokens"),
+    (ch07.budget, BUDGET, 1, 150, "free: .*keys and values take"),
+    (ch07.budget, BUDGET, 2, 938, "largest: .*round down"),
+    (ch07.budget, BUDGET, 2, 1875, "largest: .*two operations"),
+    (ch07.budget, BUDGET, 2, 693, "largest: .*overlap"),
+    (ch07.budget, BUDGET, 2, 897, "largest: .*counts all tokens"),
+    (ch07.budget, BUDGET, 3, 13, "steps: .*round up|steps: .*the decodes take"),
+    (ch07.budget, BUDGET, 3, 13.38, "steps: .*is not right"),
+    (ch07.experiment, EXPERIMENT, 0, 1024, "largest: .*above 60 ms"),
+    (ch07.experiment, EXPERIMENT, 0, 256, "largest: .*a larger one does too"),
+    (ch07.experiment, EXPERIMENT, 1, "it halves", "halving: .*first two rows"),
+    (ch07.experiment, EXPERIMENT, 1, "it grows", "halving: .*first two rows"),
+    (ch07.experiment, EXPERIMENT, 2, "each step is longer", "first_token: .*shorter"),
+    (ch07.experiment, EXPERIMENT, 2, "decodes go last", "first_token: .*come first"),
+    (ch07.experiment, EXPERIMENT, 3, 128, "enough: .*below the best"),
+    (ch07.experiment, EXPERIMENT, 3, 512, "enough: .*smaller budget"),
+    (ch07.experiment, EXPERIMENT, 4, "a smaller budget", "offline: .*more steps"),
+    (ch07.experiment, EXPERIMENT, 4, "the same", "offline: .*fewer steps"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("cell", BUILT)
+def test_a_right_answer_passes_whatever_is_drawn(cell, capsys):
+    for _ in range(10):
+        BUILT[cell](answered(CHAPTER, cell))
+        assert re.fullmatch(r"✓ \w+: right on \d+ random inputs\n", capsys.readouterr().out)
+
+
+@pytest.mark.parametrize(("cell", "edits", "message"), WRONG_BUILT, ids=lambda value: str(value)[:40])
+def test_a_wrong_answer_fails_and_is_told_why(cell, edits, message):
+    """B3: weak checks let wrong code pass. E8 as a reader would make it."""
+    wrong = answered(CHAPTER, cell, *edits)
+    for _ in range(8):
+        with pytest.raises(CheckFailed, match=f"(?s){message}") as failed:
+            BUILT[cell](wrong)
+        assert not isinstance(failed.value, NotAnswered)
+        assert "\n  on the input " in str(failed.value)
+
+
+@pytest.mark.parametrize(("check", "right", "place", "wrong", "message"), WRONG_NUMBERS, ids=lambda v: str(v)[:30])
+def test_a_wrong_number_or_choice_fails_and_is_told_why(check, right, place, wrong, message, capsys):
+    """B3 for what is worked out or concluded."""
+    check(*right)
+    assert all(line.startswith("✓ ") for line in capsys.readouterr().out.splitlines())
+    answers = list(right)
+    answers[place] = wrong
+    with pytest.raises(CheckFailed, match=f"^{message}"):
+        check(*answers)
+
+
+@pytest.mark.parametrize("blank", [None, ..., lambda *_: None, lambda *_: ...])
+def test_every_check_says_when_it_is_not_answered(blank):
+    for check in BUILT.values():
+        with pytest.raises(NotAnswered, match="^not answered yet: "):
+            check(blank)
+    for check, count in ((ch07.budget, 4), (ch07.experiment, 5)):
+        with pytest.raises(NotAnswered, match="^not answered yet: "):
+            check(*[blank if not callable(blank) else None] * count)
+
+
+# What the checks take for right, held to the engine, and the texts to the checks.
+
+
+def test_without_a_limit_the_fair_share_is_the_schedulers_own():
+    """E8: with running requests that miss these tokens, the engine's scheduler grants what the exercise's rule does."""
+    for missing, budget, _ in ch07.share_cases(Draw(3)):
+        config = EngineConfig(block_size=1, num_blocks=4000, token_budget=budget, prefix_caching=False)
+        scheduler = Scheduler(config, 10_000, 4000)
+        for number, tokens in enumerate(missing):
+            request = Request(number, [1] * tokens, SamplingParams(max_tokens=2))
+            request.status = Status.RUNNING
+            scheduler.running.append(request)
+        granted = {request.id: count for request, count in scheduler._grants()}
+        expected = ch07.right_share(missing, budget, most=10**6)
+        assert [granted.get(number, 0) for number in range(len(missing))] == expected
+
+
+def test_a_share_never_exceeds_the_budget_and_never_forgets_a_decode():
+    for missing, budget, most in ch07.share_cases(Draw(8)):
+        counts = ch07.right_share(missing, budget, most)
+        assert sum(counts) == min(budget, sum(missing))
+        assert all(count == 1 for count, tokens in zip(counts, missing, strict=True) if tokens == 1)
+
+
+def test_what_is_read_again_is_the_closed_formula():
+    for prompt, chunk, stored in ch07.read_cases(Draw(4)):
+        n = -(-prompt // chunk)
+        assert ch07.right_read_again(prompt, chunk, stored) == (n - 1) * stored + chunk * n * (n - 1) // 2
+
+
+def test_the_exercise_states_the_conditions_that_the_check_uses():
+    """B4."""
+    said = prose(CHAPTER)
+    for phrase in (
+        f"{ch07.WEIGHTS / 1e9:.0f} billion weights of 16 bits",
+        f"{ch07.TOKEN_BYTES:,} bytes for each stored token",
+        f"{ch07.BANDWIDTH / 1e9:,.0f} GB a second and computes {ch07.PEAK / 1e12:.0f} trillion",
+        f"{ch07.RUNNING} requests are running, with {ch07.STORED:,} stored tokens",
+        f"is {1000 * ch07.TARGET:.0f} ms",
+        f"a prompt of {ch07.PROMPT:,} tokens",
+    ):
+        assert phrase in said
+
+
+def test_the_experiment_gives_the_numbers_that_the_check_expects():
+    namespace: dict = {}
+    exec(code("solutions", CHAPTER)["imports"], namespace)
+    source = code("solutions", CHAPTER)["experiment-run"]
+    exec(source[: source.index("rows = []")], namespace)
+    budgets = (64, 128, 256, 512, 1024, 2048, 4096)
+    assert str(budgets) in source and namespace["summarize"] is summarize
+    arriving = {budget: namespace["serve"](budget, namespace["asked"]) for budget in budgets}
+    offline = {budget: namespace["serve"](budget, namespace["at_once"]).throughput for budget in budgets}
+    assert max(b for b in budgets if arriving[b].itl.p99 <= 0.06) == ch07.LARGEST_WITHIN
+    assert min(b for b in budgets if offline[b] >= 0.95 * max(offline.values())) == ch07.ENOUGH_OFFLINE
+    assert arriving[64].itl.p99 > 0.75 * arriving[128].itl.p99  # "hardly"
+    assert arriving[64].ttft.p50 > 4 * arriving[128].ttft.p50  # "prompts wait in a queue"
+
+
+def test_the_numbers_of_the_chapter_are_what_our_formulas_give():
+    """B4: the pencil exercise of the chapter, and the limit that it predicts for prompts first."""
+    mistral, a100 = published_model("Mistral-7B"), Device.datasheet("A100-80GB")
+    read, token = weights_read(mistral), mistral.kv_bytes_per_token()
+    said = " ".join("".join(cell["source"]) for cell in cells(".", CHAPTER) if cell["cell_type"] == "markdown")
+    for phrase in (
+        f"{read / 1e9:.2f} billion weights ({2 * read / 1e9:.1f} GB)",
+        f"{token:,.0f} bytes for each of 32 · 4,096 stored tokens ({32 * 4096 * token / 1e9:.1f} GB)",
+        f"at {a100.bandwidth / 1e9:,.0f} GB/s",
+        f"{2 * read / 1e9:.1f} billion operations a token at {a100.peak('bfloat16') / 1e12:.0f} trillion a second",
+        f"0.01 / (0.5 · 0.015) = {0.01 / (0.5 * 0.015):.1f} requests a second",
+        f"{256 - 40} tokens of the budget are left in each step, and 2,000 / {256 - 40} is {2000 / 216:.1f}: ten",
+    ):
+        assert phrase in said, phrase
+
+
+def test_a_known_mistake_never_breaks_the_check_that_looks_for_it():
+    for cases, mistakes in [(ch07.share_cases, ch07.SHARE_MISTAKES), (ch07.read_cases, ch07.READ_MISTAKES)]:
+        for mistake in mistakes.values():
+            for case in cases(Draw(11)):
+                mistake(*case)
