@@ -138,6 +138,23 @@ def test_the_tree_keeps_its_own_blocks_where_two_computed_the_same():
     assert pool.num_free == 8 and cache.num_blocks == 2
 
 
+def test_a_cache_that_never_evicts_does_not_grow_with_use():
+    """One entry for eviction a node, however often it is used; and the order by last use still holds."""
+    pool = BlockPool(20, 2)
+    cache = PrefixCache(pool)
+    for start in (1, 2, 3):
+        add(cache, [start, start, 9, 9])
+    for start in [1, 2, 3] * 200 + [2, 1]:
+        node, _ = cache.match([start, start, 9, 9])
+        cache.lock(node)
+        cache.unlock(node)
+    assert len(cache._leaves) <= len(list(cache.nodes()))
+    for gone in (3, 2, 1):
+        assert cache.evict(2) == 2 and cache.peek([gone, gone, 9, 9]) == 0
+        cache.check()
+    assert pool.num_free == 20
+
+
 @pytest.mark.parametrize("fault", ["lock", "count", "tokens", "freed", "parent", "twice", "half a block", "unlocked"])
 def test_check_finds_planted_faults(fault):
     """E2: the check walks the tree; it is not an empty function."""

@@ -1,0 +1,299 @@
+"""Checks for the exercises of chapter 8: hits of a chat, insert and split, LRU with locks, a queue that thrashes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+
+from minillm.lab.answers import build, work_out
+from minillm.lab.checks import CheckFailed, Draw, choice
+
+# Conditions of "The hits of a chat". The exercise states them in words, and a test compares.
+TURNS, MESSAGE, REPLY, BLOCK, PREFILL_SHARE = 4, 300, 100, 16, 0.5
+# And of "A queue that thrashes": requests, different starts, starts that the pool holds.
+REQUESTS, STARTS, ROOM = 40, 5, 4
+
+Tree = dict[tuple, tuple]  # first block's tokens -> (tokens of the whole run, the tree below)
+
+
+def chat_hits(rate: float, found: float, prompts_only: float, gain: float) -> None:
+    """Exercise "The hits of a chat": hit rate at most, tokens the second turn finds, without answers, and the gain."""
+    prompts = [turn * MESSAGE + (turn - 1) * REPLY for turn in range(1, TURNS + 1)]
+    total, new = sum(prompts), TURNS * MESSAGE
+    work_out(
+        "rate",
+        rate,
+        100 * (1 - new / total),
+        {
+            1 - new / total: "a rate in % is asked for",
+            100 * new / total: "that is the share that is new; the rest is found",
+            100 * (1 - new / (new + (TURNS - 1) * REPLY)): "each turn sends its whole history: add up all four prompts",
+            100 * (TURNS - 1) / TURNS: "the prompts are not equally long: count tokens, not turns",
+            100 * sum(prompts[:-1]) / total: "that finds only the prompt before; its answer is in the cache as well",
+        },
+        unit="%",
+    )
+    stored = MESSAGE + REPLY - 1
+    work_out(
+        "found",
+        found,
+        stored // BLOCK * BLOCK,
+        {
+            stored: "only whole blocks are found",
+            (MESSAGE + REPLY) // BLOCK * BLOCK: "the last token of the answer is never fed back, so its keys do not "
+            "exist; the block that it would fill is not whole",
+            MESSAGE // BLOCK * BLOCK: "the answer's keys and values are in the cache too",
+            stored // BLOCK: "that is blocks; tokens are asked for",
+            MESSAGE: "the answer's keys and values are in the cache too; and only whole blocks are found",
+        },
+        unit="tokens",
+        tolerance=1e-6,
+    )
+    work_out(
+        "prompts_only",
+        prompts_only,
+        100 * sum(prompts[:-1]) / total,
+        {
+            100 * (1 - new / total): "that is with the answers kept; without them, each answer but the last is new too",
+            100 * (TURNS - 1) * MESSAGE / total: "each turn finds all of the prompt before it, not one message",
+            sum(prompts[:-1]) / total: "a rate in % is asked for",
+        },
+        unit="%",
+    )
+    h = 1 - new / total
+    work_out(
+        "gain",
+        gain,
+        1 / (1 - PREFILL_SHARE * h),
+        {
+            1 / (1 - h): "that is what the prompts gain; the other half of the time is decoding, and stays",
+            1 + PREFILL_SHARE * h: "the time shrinks to 1 - f h; the gain is its inverse",
+            1 - PREFILL_SHARE * h: "that is the time that is left; the gain in throughput is its inverse",
+            1 / (1 - PREFILL_SHARE): "that is for a hit rate of 1",
+        },
+        unit="times the throughput",
+    )
+
+
+def insert(answer: Callable) -> None:
+    """Exercise "Insert and split": (tree, tokens, block size) -> blocks that were added; the tree is changed."""
+    build("insert", with_tree(answer), with_tree(right_insert), insert_cases, INSERT_MISTAKES)
+
+
+def with_tree(function: Callable) -> Callable:
+    """The function over several texts: for each what it returned, and the tree in the end."""
+    if not callable(function):
+        return function
+
+    def all_of_them(texts, size):
+        tree: Tree = {}
+        added = [function(tree, list(text), size) for text in texts]
+        if added and all(count is None or count is ... for count in added):
+            return None
+        return {"added": added, "tree": spelled(tree)}
+
+    all_of_them.__name__ = "insert"
+    return all_of_them
+
+
+def spelled(tree: object) -> list[str]:
+    """A tree as lines: depth, and the run of tokens; a fault of form is spelled out in place."""
+    if not isinstance(tree, dict):
+        return [f"not a dict: {tree!r}"]
+    lines = []
+    for key in sorted(tree, key=repr):
+        entry = tree[key]
+        if not (isinstance(entry, tuple) and len(entry) == 2):
+            lines.append(f"under {key!r} there is no pair (tokens, tree below)")
+            continue
+        run, below = entry
+        run = tuple(run) if isinstance(run, Sequence) else run
+        lines.append(f"{tuple(key) if isinstance(key, Sequence) else key!r}: {run!r}")
+        lines += ["  " + line for line in spelled(below)]
+    return lines
+
+
+def right_insert(tree: Tree, tokens: Sequence[int], size: int, *, wrong: str = "") -> int:
+    """Walk along runs that agree, split the one that does not, hang the rest below; `wrong` names a slip."""
+    rest = tuple(tokens)
+    if wrong != "partial":
+        rest = rest[: len(rest) // size * size]
+    while rest:
+        key = rest[: 1 if wrong == "token keys" else size]
+        if key not in tree:
+            tree[key] = (rest, {})
+            return len(rest) // size
+        run, below = tree[key]
+        shared = common(run, rest, 1 if wrong == "mid-block" else size)
+        if wrong == "first block only":
+            shared = min(shared, size)
+        if shared < len(run):
+            if wrong == "no split" or not shared:
+                tree[key] = (rest, {})
+                return (len(rest) - shared) // size
+            if shared == len(rest) and wrong == "lazy":
+                return 0
+            lower = {} if wrong == "children lost" else below
+            tree[key] = (run[:shared], {run[shared:][: len(key)]: (run[shared:], lower)})
+            if wrong == "children stay":
+                tree[key] = (run[:shared], {run[shared:][: len(key)]: (run[shared:], {}), **below})
+        rest, tree = rest[shared:], tree[key][1]
+    return 0
+
+
+def common(run: Sequence[int], rest: Sequence[int], size: int) -> int:
+    """Tokens at the start of both that agree, in whole blocks of `size`."""
+    shared = 0
+    while shared + size <= min(len(run), len(rest)) and run[shared : shared + size] == rest[shared : shared + size]:
+        shared += size
+    return shared
+
+
+def insert_cases(draw: Draw) -> Iterator[tuple]:
+    """Nothing yet; a second branch; a split in a run with branches below; starts of starts; then at random."""
+    yield [[1, 2, 3, 4]], 2
+    yield [[1, 2, 3, 4, 5]], 2
+    yield [[1, 2, 3, 4], [1, 2, 3, 4]], 2
+    yield [[1, 1, 2, 2, 3, 3], [1, 1, 2, 2, 4, 4]], 2
+    yield [[1, 1, 2, 2, 3, 3], [1, 1]], 2
+    yield [[1, 1], [1, 1, 2, 2, 3, 3]], 2
+    yield [[1, 1, 2, 3], [1, 1, 2, 4]], 2
+    yield [[1, 1, 2, 2, 3, 3, 4, 4], [1, 1, 2, 2, 3, 3, 5, 5], [1, 1, 6, 6]], 2
+    yield [[7], [], [7, 8]], 3
+    for _ in range(12):
+        size = draw.choice([1, 2, 3])
+        yield [[draw.randrange(2) for _ in range(draw.randrange(6 * size))] for _ in range(draw.randrange(2, 9))], size
+
+
+def insert_slip(slip: str) -> Callable:
+    """`right_insert` with one slip, over several texts."""
+    return with_tree(lambda tree, tokens, size: right_insert(tree, tokens, size, wrong=slip))
+
+
+INSERT_MISTAKES = {
+    "the tokens behind the last whole block do not fill a block: leave them out": insert_slip("partial"),
+    "where a text leaves a run in its middle, the run must be split: the old end went missing": insert_slip("no split"),
+    "a split leaves the lower part with all that was below it; those branches went missing": insert_slip(
+        "children lost"
+    ),
+    "the branches of a run that is split belong below its lower part, not beside it": insert_slip("children stay"),
+    "runs part at the border of a block, not at a token: a block is shared whole or not at all": insert_slip(
+        "mid-block"
+    ),
+    "a run is found by the tokens of its whole first block: two may start with the same token": insert_slip(
+        "token keys"
+    ),
+    "a text that ends within a run splits it too, so that there is a node at its end": insert_slip("lazy"),
+    "follow a run as far as the text agrees, not for its first block only": insert_slip("first block only"),
+}
+
+
+def evict(answer: Callable) -> None:
+    """Exercise "Who goes first?": ({name: (parent, blocks, last used, locks)}, count) -> names, one for each block."""
+    build("evict", answer, right_evict, evict_cases, EVICT_MISTAKES)
+
+
+def right_evict(nodes: dict[str, tuple], count: int, *, wrong: str = "") -> list[str]:
+    """Block by block, from the unlocked leaf that was used least recently; `wrong` names a slip."""
+    left, gone = {name: blocks for name, (_, blocks, _, _) in nodes.items()}, []
+    leaves_at_start = {name for name in nodes if name not in {parent for parent, *_ in nodes.values()}}
+    while len(gone) < count:
+        inner = {nodes[name][0] for name in left}
+        if wrong == "inner nodes":
+            inner = set()
+        allowed = [
+            name
+            for name in left
+            if name not in inner
+            and (wrong == "locks" or not nodes[name][3])
+            and (wrong != "leaves once" or name in leaves_at_start)
+        ]
+        if not allowed:
+            break
+        pick = max if wrong == "newest" else min
+        name = pick(allowed, key=lambda name: nodes[name][1] if wrong == "smallest" else nodes[name][2])
+        taken = left[name] if wrong == "whole nodes" else 1
+        gone += [name] * taken
+        left[name] -= taken
+        if not left[name]:
+            del left[name]
+    return gone
+
+
+def evict_cases(draw: Draw) -> Iterator[tuple]:
+    """One leaf; a chain; two branches of unlike age; locks; more asked than there is; then random trees."""
+    yield {"a": (None, 3, 5, 0)}, 2
+    yield {"a": (None, 2, 9, 0), "b": ("a", 1, 9, 0)}, 2
+    yield {"a": (None, 1, 1, 0), "b": ("a", 3, 8, 0), "c": ("a", 2, 4, 0)}, 3
+    yield {"a": (None, 2, 7, 1), "b": ("a", 2, 7, 1), "c": ("a", 3, 2, 0)}, 9
+    yield {"a": (None, 1, 3, 0), "b": (None, 4, 2, 2), "c": (None, 1, 6, 0)}, 5
+    yield {"a": (None, 2, 3, 0)}, 0
+    yield {"a": (None, 2, 1, 0), "b": ("a", 1, 5, 0), "c": (None, 3, 4, 0)}, 5
+    for _ in range(12):
+        yield random_tree(draw), draw.randrange(1, 12)
+
+
+def random_tree(draw: Draw) -> dict[str, tuple]:
+    """Nodes a to h: a parent was used at least as late as what is below it, and is locked if that is."""
+    names = "abcdefgh"[: draw.randrange(3, 9)]
+    parents = {name: draw.choice([None, *names[:index]]) for index, name in enumerate(names)}
+    times = draw.sample(range(1, 50), len(names))
+    used = dict(zip(names, times, strict=True))
+    locked = dict.fromkeys(names, 0)
+    for name in reversed(names):
+        if parents[name] is not None:
+            used[parents[name]] = max(used[parents[name]], used[name])
+    for name in names:
+        if draw.random() < 0.25:
+            at = name
+            while at is not None:
+                locked[at] += 1
+                at = parents[at]
+    return {name: (parents[name], draw.randrange(1, 4), used[name], locked[name]) for name in names}
+
+
+def evict_slip(slip: str) -> Callable:
+    """`right_evict` with one slip."""
+    return lambda nodes, count: right_evict(nodes, count, wrong=slip)
+
+
+EVICT_MISTAKES = {
+    "a node with locks is in use: a request would read what another writes there": evict_slip("locks"),
+    "only a leaf may lose blocks: what follows a start cannot be found without it": evict_slip("inner nodes"),
+    "the least recently used goes first; this is the most recently used": evict_slip("newest"),
+    "go by the time of last use, not by the size": evict_slip("smallest"),
+    "take blocks one by one, and stop when there are enough: this empties whole nodes": evict_slip("whole nodes"),
+    "a node whose last child is gone is a leaf from then on": evict_slip("leaves once"),
+}
+
+
+def thrash(cyclic: float, one_more: float, together: float, conclusion: str) -> None:
+    """Exercise "A queue that thrashes": hit rates of three settings in %, and what explains them."""
+    if isinstance(cyclic, (int, float)) and not isinstance(cyclic, bool) and cyclic != 0:
+        at_random = 100 * ROOM / STARTS
+        why = "four of five starts are in the pool at any time, but are they those that come next?"
+        raise CheckFailed(
+            f"cyclic: {cyclic:,.6g} % is not right; {why if abs(cyclic - at_random) < 5 else 'run it, and look'}"
+        )
+    work_out("cyclic", cyclic, 0, {}, unit="%")
+    once = 100 * (1 - STARTS / REQUESTS)
+    for name, given in (("one_more", one_more), ("together", together)):
+        work_out(
+            name,
+            given,
+            once,
+            {
+                100: "each start must be computed once",
+                100 * (1 - 1 / STARTS): "each start is computed once in all 40 requests, not once in five",
+                once / 100: "a rate in % is asked for",
+                100 * STARTS / REQUESTS: "that is the share that is computed",
+                0: "run the experiment with this setting",
+            },
+            unit="%",
+        )
+    reasons = {
+        "the one that is needed next is evicted": "",
+        "four fifths of the starts are in the pool": "they are, and still nothing is found: which one is missing?",
+        "blocks are too large": "the starts are whole blocks here; smaller ones would change nothing",
+        "locks keep too much": "one request runs at a time, and only its own path is locked",
+    }
+    choice(conclusion, "the one that is needed next is evicted", reasons, name="conclusion")

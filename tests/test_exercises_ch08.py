@@ -1,0 +1,187 @@
+"""The exercises of chapter 8: right answers pass, wrong ones fail and are told why; the references are the engine's."""
+
+import re
+
+import pytest
+from test_exercises import answered, code, prose
+
+from minillm.lab.answers import ch08
+from minillm.lab.checks import CheckFailed, Draw, NotAnswered
+from minillm.paged_cache import BlockPool
+from minillm.prefix_cache import PrefixCache
+
+CHAPTER = "08_prefix_cache"
+BUILT = {"insert": ch08.insert, "evict": ch08.evict}
+SPLIT = "            tree[key] = (run[:shared], {run[shared : shared + size]: (run[shared:], below)})\n"
+OVERWRITTEN = "            tree[key] = (rest, {})\n            return (len(rest) - shared) // size\n"
+PARTS = "        if shared < len(run):\n"
+WRONG_BUILT = [
+    ("insert", [("tuple(tokens[: len(tokens) // size * size])", "tuple(tokens)")], "behind the last whole block"),
+    ("insert", [(SPLIT, OVERWRITTEN)], "the old end"),
+    ("insert", [("(run[shared:], below)", "(run[shared:], {})")], "those branches went missing"),
+    ("insert", [("(run[shared:], below)})", "(run[shared:], {}), **below})")], "belong below its lower part"),
+    ("insert", [(PARTS, "        if shared == len(rest):\n            return 0\n" + PARTS)], "ends within a run"),
+    ("insert", [("shared < len(run) and run", "False and run")], "follow a run as far as the text agrees"),
+    ("insert", [("return len(rest) // size", "return len(tokens) // size")], r"\['added'\]\[\d+\] should be"),
+    ("insert", [("return len(rest) // size", "return len(rest)")], r"\['added'\]\[\d+\] should be"),
+    ("insert", [("    return 0", "    return None")], r"\['added'\]\[\d+\] should be"),
+    ("insert", [("tree[key] = (rest, {})", "tree[key] = rest")], "there is no pair"),
+    ("insert", [("rest, tree = rest[shared:], tree[key][1]", "rest, tree = rest[shared:], tree")], "on the input"),
+    ("evict", [(" and nodes[name][3] == 0", "")], "a node with locks is in use"),
+    ("evict", [("name not in parents and ", "")], "only a leaf may lose blocks"),
+    ("evict", [("oldest = min", "oldest = max")], "most recently used"),
+    ("evict", [("nodes[name][2])", "nodes[name][1])")], "not by the size"),
+    ("evict", [("gone.append(oldest)", "gone += [oldest] * left[oldest]"), ("[oldest] -= 1", "[oldest] = 0")],
+     "take blocks one by one"),
+    ("evict", [("for name in left}", "for name in nodes}")], "is a leaf from then on|items, got"),
+    ("evict", [("len(gone) < count", "len(gone) <= count")], "items, got"),
+    ("evict", [("            break", '            raise RuntimeError("nothing left")')], "raised RuntimeError"),
+    ("evict", [("    return gone", "    return len(gone)")], "should be a list"),
+]  # fmt: skip
+
+CHAT, THRASH = (200 / 3, 384, 175 / 3, 1.5), (0, 87.5, 87.5, "the one that is needed next is evicted")
+WRONG_NUMBERS = [  # check, right answers, which one is wrong, the wrong value, what the message says
+    (ch08.chat_hits, CHAT, 0, 2 / 3, "rate: .*in % is asked"),
+    (ch08.chat_hits, CHAT, 0, 100 / 3, "rate: .*share that is new"),
+    (ch08.chat_hits, CHAT, 0, 20, "rate: .*add up all four"),
+    (ch08.chat_hits, CHAT, 0, 75, "rate: .*count tokens, not turns"),
+    (ch08.chat_hits, CHAT, 0, 58.33, "rate: .*answer is in the cache"),
+    (ch08.chat_hits, CHAT, 1, 400, "found: .*never fed back"),
+    (ch08.chat_hits, CHAT, 1, 399, "found: .*only whole blocks"),
+    (ch08.chat_hits, CHAT, 1, 288, "found: .*answer's keys and values"),
+    (ch08.chat_hits, CHAT, 1, 300, "found: .*only whole blocks"),
+    (ch08.chat_hits, CHAT, 1, 24, "found: .*that is blocks"),
+    (ch08.chat_hits, CHAT, 2, 66.67, "prompts_only: .*without them"),
+    (ch08.chat_hits, CHAT, 2, 25, "prompts_only: .*not one message"),
+    (ch08.chat_hits, CHAT, 2, 0.5833, "prompts_only: .*in % is asked"),
+    (ch08.chat_hits, CHAT, 3, 3, "gain: .*other half"),
+    (ch08.chat_hits, CHAT, 3, 4 / 3, "gain: .*its inverse"),
+    (ch08.chat_hits, CHAT, 3, 2 / 3, "gain: .*time that is left"),
+    (ch08.chat_hits, CHAT, 3, 2, "gain: .*hit rate of 1"),
+    (ch08.chat_hits, CHAT, 3, "1.5", "gain: expected a number"),
+    (ch08.thrash, THRASH, 0, 80, "cyclic: .*those that come next"),
+    (ch08.thrash, THRASH, 0, 20, "cyclic: .*run it"),
+    (ch08.thrash, THRASH, 1, 100, "one_more: .*computed once"),
+    (ch08.thrash, THRASH, 1, 80, "one_more: .*not once in five"),
+    (ch08.thrash, THRASH, 1, 12.5, "one_more: .*share that is computed"),
+    (ch08.thrash, THRASH, 2, 0, "together: .*run the experiment"),
+    (ch08.thrash, THRASH, 2, 0.875, "together: .*in % is asked"),
+    (ch08.thrash, THRASH, 3, "blocks are too large", "conclusion: .*would change nothing"),
+    (ch08.thrash, THRASH, 3, "locks keep too much", "conclusion: .*one request runs"),
+    (ch08.thrash, THRASH, 3, "four fifths of the starts are in the pool", "conclusion: .*which one is missing"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("cell", BUILT)
+def test_a_right_answer_passes_whatever_is_drawn(cell, capsys):
+    for _ in range(10):
+        BUILT[cell](answered(CHAPTER, cell))
+        assert re.fullmatch(r"✓ \w+: right on \d+ random inputs\n", capsys.readouterr().out)
+
+
+@pytest.mark.parametrize(("cell", "edits", "message"), WRONG_BUILT, ids=lambda value: str(value)[:40])
+def test_a_wrong_answer_fails_and_is_told_why(cell, edits, message):
+    """B3: weak checks let wrong code pass. E2 as a reader would make it."""
+    wrong = answered(CHAPTER, cell, *edits)
+    for _ in range(8):
+        with pytest.raises(CheckFailed, match=f"(?s){message}") as failed:
+            BUILT[cell](wrong)
+        assert not isinstance(failed.value, NotAnswered)
+        assert "\n  on the input " in str(failed.value)
+
+
+@pytest.mark.parametrize(("check", "right", "place", "wrong", "message"), WRONG_NUMBERS, ids=lambda v: str(v)[:30])
+def test_a_wrong_number_or_choice_fails_and_is_told_why(check, right, place, wrong, message, capsys):
+    """B3 for what is worked out or concluded."""
+    check(*right)
+    assert all(line.startswith("✓ ") for line in capsys.readouterr().out.splitlines())
+    answers = list(right)
+    answers[place] = wrong
+    with pytest.raises(CheckFailed, match=f"^{message}"):
+        check(*answers)
+
+
+@pytest.mark.parametrize("blank", [None, ..., lambda *_: None, lambda *_: ...])
+def test_every_check_says_when_it_is_not_answered(blank):
+    for check in BUILT.values():
+        with pytest.raises(NotAnswered, match="^not answered yet: "):
+            check(blank)
+    for check in (ch08.chat_hits, ch08.thrash):
+        with pytest.raises(NotAnswered, match="^not answered yet: "):
+            check(*[blank if not callable(blank) else None] * 4)
+
+
+def test_the_texts_state_the_conditions_that_the_checks_use():
+    """B4: a number typed twice drifts."""
+    text = prose(CHAPTER)
+    assert f"the user writes {ch08.MESSAGE} tokens and gets an answer of {ch08.REPLY}" in text
+    assert "A chat has four turns" in text and ch08.TURNS == 4
+    assert f"with blocks of {ch08.BLOCK}" in text and "half of the time went into prompts" in text
+    assert f"send {ch08.REQUESTS} requests" in text and ch08.PREFILL_SHARE == 0.5
+    source = code("solutions", CHAPTER)["thrash-run"]
+    assert f"request % {ch08.STARTS} for request in range({ch08.REQUESTS})" in source
+    assert f"in_turn, {ch08.ROOM})" in source
+
+
+# What the checks take for right, held to the engine.
+
+
+def engine_tree(node) -> dict:
+    """The engine's tree in the form of the exercise."""
+    return {key: (child.tokens, engine_tree(child)) for key, child in node.children.items()}
+
+
+def test_the_tree_is_the_engines():
+    """But for splits where a text ends, which the engine makes too, all that `insert` builds is what it builds."""
+    for texts, size in [*ch08.insert_cases(Draw(3)), *ch08.insert_cases(Draw(4))]:
+        cache, tree = PrefixCache(BlockPool(400, size)), {}
+        for text in texts:
+            whole = len(text) // size
+            blocks, before = [cache.pool.allocate() for _ in range(whole)], cache.num_blocks
+            cache.insert(text[: whole * size], blocks)
+            assert ch08.right_insert(tree, text, size) == cache.num_blocks - before
+        assert tree == engine_tree(cache.root)
+
+
+def planted(nodes: dict[str, tuple]) -> tuple[PrefixCache, dict[int, str]]:
+    """The nodes as a tree of the engine, and which of them each block belongs to."""
+    cache, names, paths = PrefixCache(BlockPool(60, 1)), {}, {None: []}
+    for number, (name, (parent, count, _, _)) in enumerate(nodes.items()):
+        paths[name] = [*paths[parent], *(1000 * number + i for i in range(count))]
+        known = cache.peek(paths[name])
+        blocks = cache.match(paths[parent])[1] + [cache.pool.allocate() for _ in range(count)]
+        assert known == len(paths[parent])
+        cache.insert(paths[name], blocks)
+        cache.pool.free(blocks[known:])
+        names |= dict.fromkeys(blocks[known:], name)
+    for name in sorted(nodes, key=lambda name: nodes[name][2]):  # use them in the order of their times
+        cache.match(paths[name])
+    for name, (_, _, _, locks) in nodes.items():
+        children = sum(inner[3] for inner in nodes.values() if inner[0] == name)
+        for _ in range(locks - children):
+            cache.lock(cache.match(paths[name])[0])
+    return cache, names
+
+
+def test_the_order_of_eviction_is_the_engines():
+    """Trees whose locks and times are those that requests could have left."""
+    for nodes, count in [*ch08.evict_cases(Draw(5)), *ch08.evict_cases(Draw(6)), *ch08.evict_cases(Draw(7))]:
+        if any(locks < sum(n[3] for n in nodes.values() if n[0] == name) for name, (*_, locks) in nodes.items()):
+            continue
+        cache, names = planted(nodes)
+        gone = []
+        for _ in range(count):
+            before = {block for node in cache.nodes() for block in node.blocks}
+            if not cache.evict(1):
+                break
+            (block,) = before - {block for node in cache.nodes() for block in node.blocks}
+            gone.append(names[block])
+        assert gone == ch08.right_evict(nodes, count)
+        cache.check()
+
+
+def test_a_known_mistake_never_breaks_the_check_that_looks_for_it():
+    for cases, mistakes in [(ch08.insert_cases, ch08.INSERT_MISTAKES), (ch08.evict_cases, ch08.EVICT_MISTAKES)]:
+        for mistake in mistakes.values():
+            for case in cases(Draw(11)):
+                mistake(*case)
