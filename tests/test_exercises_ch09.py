@@ -1,0 +1,176 @@
+"""The exercises of chapter 9: right answers pass, wrong ones fail and are told why; the references are the module's."""
+
+import re
+
+import pytest
+import test_exercises as shared
+
+from minillm.cluster import exposed_time
+from minillm.lab.answers import ch09
+from minillm.lab.checks import CheckFailed, Draw, NotAnswered
+
+NAME = "09_disaggregation"
+BUILT = {"overlap": ch09.left_to_wait, "split": ch09.best_split}
+WRONG_BUILT = [
+    ("overlap", [("return free - computed", "return free")], "when everything has left"),
+    ("overlap", [("max(computed, free) + t", "free + t"), ("free - computed", "free")], "only when all is computed"),
+    ("overlap", [("max(computed, free) + t", "free + t"), ("free - computed", "max(0.0, free - computed)")],
+     "before it is computed"),
+    ("overlap", [("max(computed, free) + t", "computed + t")], "others may still be in front"),
+    ("overlap", [("max(computed, free) + t", "free + t")], "cannot be negative"),
+    ("overlap", [("    computed = free = 0.0", "    layers = len(compute)\n    return max(sum(transfer) / layers, "
+                  "sum(transfer) - sum(compute) * (layers - 1) / layers)")], "for equal layers"),
+    ("split", [("return best, gpus - best", "return gpus - best, best")], "come first in the pair"),
+    ("split", [("min(p / prefill, (gpus - p) * decode_rate)", "min(p * decode_rate, (gpus - p) / prefill)")],
+     "mixed up"),
+    ("split", [("min(p / prefill, (gpus - p) * decode_rate)", "p / prefill + (gpus - p) * decode_rate")],
+     "not their sum"),
+    ("split", [("decode_rate = batch /", "decode_rate = 1 /")], "the whole batch"),
+    ("split", [("((tokens - 1) * (base + each * batch))", "(base + each * batch)")], "needs many steps"),
+    ("split", [("(base + each * batch))", "base)")], "a full batch takes"),
+    ("split", [("(base + each * batch))", "tpot)")], "only its limit"),
+    ("split", [(" if base + each * b <= tpot", "")], "within tpot"),
+    ("split", [("range(1, limit + 1)", "range(1, 1000)")], "a limit of its own"),
+    ("split", [("<= tpot", "< tpot")], "on target to the bit"),
+    ("split", [("(tokens - 1)", "tokens")], "comes from the prefill"),
+    ("split", [("range(1, gpus), key", "range(gpus - 1, 0, -1), key")], "fewer prefill GPUs"),
+    ("split", [("max(range(1, gpus), key=served)",
+                "min(gpus - 1, max(1, round(gpus * decode_rate / (decode_rate + 1 / prefill))))")], "try them all"),
+    ("split", [("range(1, gpus), key", "range(2, gpus + 1), key")], "should be"),
+]  # fmt: skip
+SEND = (524.288, 41.943, 200, 20.97)
+DIVISION = ("TTFT", 3, "TPOT", "turn a prefill GPU into a decode GPU")
+WRONG_NUMBERS = [  # check, right answers, which one is wrong, the wrong value, what the message says
+    (ch09.send, SEND, 0, 262.1, "size: .*one of these factors is missing"),
+    (ch09.send, SEND, 0, 16.384, "size: .*one layer"),
+    (ch09.send, SEND, 0, 0.131, "size: .*one token"),
+    (ch09.send, SEND, 0, 500.0, "size: .*MiB"),
+    (ch09.send, SEND, 1, 5.24, "transfer: .*in bits"),
+    (ch09.send, SEND, 1, 0.0419, "transfer: .*seconds"),
+    (ch09.send, SEND, 1, 1.31, "transfer: .*the last layer"),
+    (ch09.send, SEND, 2, 0.2, "recompute: .*seconds"),
+    (ch09.send, SEND, 2, 5000, "recompute: .*other way round"),
+    (ch09.send, SEND, 3, 2.62, "break_even: .*GB/s"),
+    (ch09.send, SEND, 3, 167.8, "break_even: .*once too often"),
+    (ch09.send, SEND, 3, 476.8, "break_even: .*other way round"),
+    (ch09.send, SEND, 3, 100, "break_even: .*faster than it must be"),
+    (ch09.division, DIVISION, 0, "TPOT", "short_prefill: .*end of the prefill"),
+    (ch09.division, DIVISION, 1, 1, "most_decode: .*most crowded"),
+    (ch09.division, DIVISION, 1, 2, "most_decode: .*better still"),
+    (ch09.division, DIVISION, 2, "TTFT", "slow_link: .*does not wait"),
+    (ch09.division, DIVISION, 2, "both", "slow_link: .*does not change"),
+    (ch09.division, DIVISION, 3, "cut prompts into chunks", "conclusion: .*share no step"),
+    (ch09.division, DIVISION, 3, "turn a decode GPU into a prefill GPU", "conclusion: .*crowd"),
+]  # fmt: skip
+
+
+def answered(cell: str, *edits: tuple[str, str]):
+    """What a solution's answer cell defines, with some of its text replaced."""
+    source = shared.code("solutions", NAME)[f"{cell}-answer"]
+    for old, new in edits:
+        assert old in source, f"the solution of {cell} no longer contains {old!r}"
+        source = source.replace(old, new)
+    namespace = {}
+    exec(source, namespace)
+    return namespace[re.search(r"^def (\w+)", source, re.M)[1]]
+
+
+def test_each_exercise_states_what_it_is_for_and_has_three_hints():
+    shared.test_each_exercise_states_what_it_is_for_and_has_three_hints(NAME)
+
+
+def test_an_unanswered_exercise_fails_its_check_with_a_readable_message_and_nothing_else_fails():
+    shared.test_an_unanswered_exercise_fails_its_check_with_a_readable_message_and_nothing_else_fails(NAME)
+
+
+@pytest.mark.parametrize("cell", BUILT)
+def test_a_right_answer_passes_whatever_is_drawn(cell, capsys):
+    for _ in range(10):
+        BUILT[cell](answered(cell))
+        assert re.fullmatch(r"✓ \w+: right on \d+ random inputs\n", capsys.readouterr().out)
+
+
+@pytest.mark.parametrize(("cell", "edits", "message"), WRONG_BUILT, ids=lambda value: str(value)[:40])
+def test_a_wrong_answer_fails_and_is_told_why(cell, edits, message):
+    """B3: weak checks let wrong code pass."""
+    wrong = answered(cell, *edits)
+    for _ in range(6):
+        with pytest.raises(CheckFailed, match=f"(?s){message}") as failed:
+            BUILT[cell](wrong)
+        assert not isinstance(failed.value, NotAnswered)
+        assert "\n  on the input " in str(failed.value)
+
+
+@pytest.mark.parametrize(("check", "right", "place", "wrong", "message"), WRONG_NUMBERS, ids=lambda v: str(v)[:30])
+def test_a_wrong_number_or_choice_fails_and_is_told_why(check, right, place, wrong, message, capsys):
+    """B3 for what is worked out or concluded."""
+    check(*right)
+    assert all(line.startswith("✓ ") for line in capsys.readouterr().out.splitlines())
+    answers = list(right)
+    answers[place] = wrong
+    with pytest.raises(CheckFailed, match=f"^{message}"):
+        check(*answers)
+
+
+@pytest.mark.parametrize("blank", [None, ..., lambda *_: None, lambda *_: ...])
+def test_every_check_says_when_it_is_not_answered(blank):
+    for check in BUILT.values():
+        with pytest.raises(NotAnswered, match="^not answered yet: "):
+            check(blank)
+    for check in (ch09.send, ch09.division):
+        with pytest.raises(NotAnswered, match="^not answered yet: "):
+            check(*[blank if not callable(blank) else None] * 4)
+
+
+def test_the_references_agree_with_the_module_and_the_solutions():
+    for layers, compute, transfer in ((1, 3.0, 2.0), (4, 2.0, 7.0), (40, 9.0, 1.0)):
+        alike = [compute / layers] * layers, [transfer / layers] * layers
+        assert ch09.right_wait(*alike) == pytest.approx(exposed_time(compute, transfer, layers))
+    for case in ch09.wait_cases(Draw(1)):
+        assert ch09.right_wait(*case) == pytest.approx(answered("overlap")(*case))
+    for case in ch09.split_cases(Draw(1)):
+        assert ch09.right_split(*case) == answered("split")(*case)
+
+
+def test_a_known_mistake_never_breaks_the_check_and_each_is_caught():
+    """Each remark's function differs from the right one on some case of nearly every draw."""
+    for cases, right, mistakes in [
+        (ch09.wait_cases, ch09.right_wait, ch09.WAIT_MISTAKES),
+        (ch09.split_cases, ch09.right_split, ch09.SPLIT_MISTAKES),
+    ]:
+        for remark, mistake in mistakes.items():
+            drawn = list(cases(Draw(11)))
+            assert any(mistake(*case) != right(*case) for case in drawn), remark
+
+
+def test_the_tables_of_the_last_exercise_show_what_the_check_takes_for_right():
+    source = shared.code("solutions", NAME)
+    namespace = {}
+    exec(source["imports"], namespace)
+    exec(source["division-run"].partition("\nrows = ")[0], namespace)
+    from minillm.cluster import LINKS, apart
+    from minillm.metrics import summarize
+    from minillm.workload import fixed, make_workload, poisson
+
+    def medians(load, split, link="NVLink (A100)"):
+        prompt, answer, rate = namespace["LOADS"][load]
+        requests = make_workload(60, fixed(prompt), fixed(answer), 50_272, poisson(rate), seed=2)
+        prefill = namespace["gpus"](split[0], chunked_prefill=False, max_batch_size=1)
+        run = summarize(apart(requests, prefill, namespace["gpus"](split[1]), LINKS[link]))
+        return run.ttft.p50, run.tpot.p50
+
+    first, second = namespace["LOADS"]
+    short = [medians(first, split) for split in namespace["SPLITS"]]
+    assert short[0][0] > 2 * short[2][0] and short[0][1] < short[2][1]
+    long = [medians(second, split)[1] for split in namespace["SPLITS"]]
+    assert min(long) == long[0] and long[2] > 1.15 * long[0]
+    fast, slow = (medians(first, (2, 2), link) for link in ("NVLink (A100)", "network, 25 Gb/s"))
+    assert slow[0] == pytest.approx(fast[0]) and slow[1] > 1.2 * fast[1]
+
+
+def test_the_conditions_in_the_text_are_those_that_the_check_uses():
+    """B4: a number typed twice drifts."""
+    text = shared.prose(NAME)
+    assert f"{ch09.LAYERS} layers, {ch09.KV_HEADS} key/value heads of size {ch09.HEAD_DIM}, and 16-bit" in text
+    assert f"prompt of {ch09.TOKENS:,} tokens" in text and f"at {ch09.RATE:,} tokens a second" in text
+    assert f"The link carries {ch09.LINK} Gb/s" in text
