@@ -179,7 +179,7 @@ class Scheduler:
         request.status, found = Status.RUNNING, request.num_computed_tokens
         if request.timeline.preemptions:
             request.timeline.recomputed_tokens -= min(found, request.timeline.recomputed_tokens)
-        else:
+        elif not request.num_received:
             request.timeline.cached_tokens = found
 
     def advance(self, request: Request, count: int) -> None:
@@ -189,13 +189,19 @@ class Scheduler:
             self._remember(request)
 
     def _remember(self, request: Request) -> None:
-        """Put its whole, computed blocks into the prefix cache."""
-        whole = min(request.num_computed_tokens // self.pool.block_size, len(request.block_table.blocks))
-        tokens = request.token_ids[: whole * self.pool.block_size]
-        node = self.prefixes.insert(tokens, request.block_table.blocks[:whole])
+        """Put its whole, computed blocks into the prefix cache. If an equal start came first, that serves both."""
+        table, size = request.block_table, self.pool.block_size
+        if request.received is not None:
+            return  # its keys and values have not reached their blocks yet
+        whole = min(request.num_computed_tokens // size, len(table.blocks))
+        tokens, mine = request.token_ids[: whole * size], table.blocks[:whole]
+        node = self.prefixes.insert(tokens, mine)
         self.prefixes.lock(node)
         self.prefixes.unlock(request.prefix)
-        request.prefix = node
+        request.prefix, kept = node, self.prefixes.match(tokens)[1]
+        if kept != mine:  # to keep both would take twice the room, and more than was asked for at the door
+            table.blocks[:whole] = self.pool.fork(kept)
+            self.pool.free(mine)
 
     def _growth(self, request: Request) -> int:
         """Blocks that must be free for a request to compute its known tokens and store one more, or all it reserves."""

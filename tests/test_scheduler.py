@@ -6,6 +6,7 @@ it is driven by a seeded loop, which is fast, and by `hypothesis`, which finds s
 """
 
 import random
+from collections import Counter
 from dataclasses import dataclass, field
 
 import hypothesis.strategies as st
@@ -35,7 +36,12 @@ class FakeRunner:
         self.memory: list[int | None] = [None] * (num_blocks * config.block_size)
         self.clock, self.steps, self.raises = 100.0, 0, None
         self.drawn: dict[tuple[int, int], list[int]] = {}
-        self.before: list[Request] = []  # what ran before the step was made
+        self.before: dict[Request, int] = {}  # what ran before the step was made, and how much of it was computed
+        self.queue: list[Request] = []  # what waited
+        self.computed: Counter = Counter()  # tokens, by sample
+        self.cached: dict[tuple[int, int], int] = {}  # what each found when it started
+        self.recomputed: Counter = Counter()
+        self.overtaken: Counter = Counter()
         self.scheduler: Scheduler | None = None
 
     def now(self) -> float:
@@ -48,6 +54,7 @@ class FakeRunner:
         self.steps += 1
         self.clock += self.rng.uniform(0.001, 1)
         check_step(step, self.scheduler, self.before)
+        self.account(step)
         if self.raises:
             error, self.raises = self.raises, None
             raise error
@@ -59,6 +66,24 @@ class FakeRunner:
                 self.drawn.setdefault(key(sampled), []).append(token)
         return drawn
 
+    def account(self, step) -> None:
+        """Who found how much, lost how much, and was overtaken how often, seen from outside."""
+        for request in step.preempted:
+            self.recomputed[key(request)] += self.before[request]
+        started = [request for request in self.scheduler.running if request not in self.before]
+        for request in started:
+            found, name = request.num_computed_tokens, key(request)
+            assert found == 0 or self.engine_config.prefix_caching
+            assert found % self.engine_config.block_size == 0 and request.num_missing >= 1
+            if request.timeline.preemptions:  # E13: found again is neither cached nor recomputed
+                self.recomputed[name] = max(0, self.recomputed[name] - found)
+            else:
+                self.cached[name] = found
+        for place, request in enumerate(self.queue):
+            if request.status is Status.WAITING:
+                self.overtaken[key(request)] += sum(later in self.queue[place + 1 :] for later in started)
+                assert self.overtaken[key(request)] <= self.scheduler.max_batch_size, f"{request!r} is always passed"
+
     def move(self, step) -> None:
         """Copy blocks, write the new tokens, and read every prefix back."""
         size, memory = self.engine_config.block_size, self.memory
@@ -68,6 +93,7 @@ class FakeRunner:
             memory[target * size : (target + 1) * size] = content
         for request, count in zip(step.requests, step.counts, strict=True):
             start = request.num_computed_tokens
+            self.computed[key(request)] += count
             for block in request.block_table.blocks[start // size : -(-(start + count) // size)]:
                 assert self.scheduler.pool.ref_count(block) == 1, f"{request!r} writes into a shared block"
             new = request.token_ids[start : start + count]
@@ -84,7 +110,7 @@ def key(request: Request) -> tuple[int, int]:
     return request.id, request.index
 
 
-def check_step(step, scheduler: Scheduler, before: list[Request]) -> None:
+def check_step(step, scheduler: Scheduler, before: dict[Request, int]) -> None:
     """What holds for every step of every schedule; `before` ran before it was made."""
     config = scheduler.config
     assert step.requests and len({key(r) for r in step.requests}) == len(step.requests)
@@ -97,10 +123,13 @@ def check_step(step, scheduler: Scheduler, before: list[Request]) -> None:
         longest = max(step.counts)
         assert sum(step.counts) <= max(config.token_budget, longest + scheduler.max_batch_size)
         assert all(count == r.num_missing for r, count in zip(step.requests, step.counts, strict=True))
-    # First come, first served; and who gives way is newer than all who stay.
+    # First come, first served; and who gives way started later than all who stay.
     running, waiting = [key(r) for r in scheduler.running], [key(r) for r in scheduler.waiting]
-    assert running + waiting == sorted(running + waiting), "out of order of arrival"
-    assert all(key(r) in waiting for r in step.preempted)
+    if config.order == "arrival" or not config.prefix_caching:
+        assert running + waiting == sorted(running + waiting), "out of order of arrival"
+    stay = [r for r in scheduler.running if r in before]
+    assert stay == list(before)[: len(stay)] == scheduler.running[: len(stay)], "out of order of their starts"
+    assert waiting[: len(step.preempted)] == [key(r) for r in reversed(step.preempted)]
     assert not step.preempted or set(running) <= {key(r) for r in before}, "who takes memory away admits nobody"
     # Nobody starves: the oldest advances at every step, and every decode does (E8).
     assert key(step.requests[0]) == running[0]
@@ -132,10 +161,15 @@ class World:
         self.runner = FakeRunner(self.num_blocks, self.config, self.rng)
         self.engine = Engine(self.runner, self.config)
         self.scheduler = self.runner.scheduler = self.engine.scheduler
+        self.texts = [[self.rng.randrange(VOCAB) for _ in range(CONTEXT)] for _ in range(2)]  # to start like
 
-    def arrive(self, prompt_tokens: int, params: SamplingParams) -> None:
-        """Ask for something; the engine takes it exactly if it can ever be served."""
-        prompt = [self.rng.randrange(VOCAB) for _ in range(prompt_tokens)]
+    def arrive(self, prompt_tokens: int, params: SamplingParams, shared: int = 0) -> None:
+        """Ask for something; the engine takes it exactly if it can ever be served.
+
+        Its first `shared` tokens are those of a common text, or of an earlier prompt and its answer.
+        """
+        start = self.rng.choice([*self.texts[:2], *self.texts[-2:]])[: min(shared, prompt_tokens)]
+        prompt = start + [self.rng.randrange(VOCAB) for _ in range(prompt_tokens - len(start))]
         problem = self.problem(prompt_tokens, params)
         before = (list(self.scheduler.waiting), list(self.scheduler.running), self.scheduler.pool.num_free)
         if problem is None:
@@ -164,15 +198,33 @@ class World:
 
     def step(self) -> None:
         """One step; everything holds after it."""
-        self.runner.before, steps = list(self.scheduler.running), self.runner.steps
+        self.runner.before = {request: request.num_computed_tokens for request in self.scheduler.running}
+        self.runner.queue, steps = list(self.scheduler.waiting), self.runner.steps
         work = bool(self.scheduler.running or self.scheduler.waiting)
         try:
             outputs = self.engine.step()
         except KeyboardInterrupt:
             outputs = []
         assert self.runner.steps == steps + work, "there was work, and nothing was done"
-        self.scheduler.check()
+        self.check()
         self.receive(outputs)
+
+    def check(self) -> None:
+        """The scheduler's books; and the cache holds what its keys say, locked as often as it is used."""
+        self.scheduler.check()
+        if not self.config.prefix_caching:
+            return
+        size, memory, locks = self.config.block_size, self.runner.memory, Counter()
+        for request in [*self.scheduler.running, *self.scheduler.held]:
+            node, tokens = request.prefix if request.block_table else self.scheduler.prefixes.root, ()
+            while node.parent:
+                locks[id(node)] += 1
+                node, tokens = node.parent, node.tokens + tokens
+            assert tokens == tuple(request.token_ids[: len(tokens)]), f"{request!r} locks what is not its own"
+        for node in self.scheduler.prefixes.nodes():
+            kept = [token for block in node.blocks for token in memory[block * size : (block + 1) * size]]
+            assert tuple(kept) == node.tokens, "what is cached is not what was computed"
+            assert node.locks == locks[id(node)], "a lock too many or too few"
 
     def fail(self, error: BaseException) -> None:
         """The next step raises: its requests end, the others go on."""
@@ -195,7 +247,7 @@ class World:
     def abort(self, request_id: int) -> None:
         """Whatever state it is in."""
         output = self.engine.abort(request_id)
-        self.scheduler.check()
+        self.check()
         if request_id not in self.alive:
             assert output is None
             return
@@ -215,8 +267,23 @@ class World:
             if output.finished:
                 self.delivered[output.request_id] = output
                 del self.alive[output.request_id]
+                self.texts.append(prompt + output.outputs[0].token_ids)
                 for sample in output.outputs:
                     self.check_sample(output.request_id, params, sample)
+                    self.check_counts(output.request_id, len(prompt), sample)
+
+    def check_counts(self, request_id: int, prompt_tokens: int, sample) -> None:
+        """E13: cached is what it found at its start, recomputed what it lost and did not find again."""
+        name, line = (request_id, sample.index), sample.timeline
+        assert line.cached_tokens == self.runner.cached.get(name, 0) < prompt_tokens
+        assert line.recomputed_tokens == self.runner.recomputed[name]
+        assert self.config.prefix_caching or line.cached_tokens == 0
+        if sample.finish_reason in ("length", "stop"):  # the last token is never fed back
+            given = prompt_tokens if sample.index else line.cached_tokens
+            due = prompt_tokens + len(sample.token_ids) - 1 - given + line.recomputed_tokens
+            assert self.runner.computed[name] <= due, "more is computed than counted"
+            found_more = line.preemptions and self.config.prefix_caching  # others may have computed more than it lost
+            assert self.runner.computed[name] == due or found_more
 
     def check_sample(self, request_id: int, params: SamplingParams, sample) -> None:
         """Against what the runner drew."""
@@ -234,7 +301,7 @@ class World:
             assert sample.finish_reason == "abort" and request_id in self.aborted
         moments = [line.arrival, *([] if line.scheduled is None else [line.scheduled]), *line.token_times, line.end]
         assert moments == sorted(moments) and len(line.token_times) == len(tokens)
-        assert line.cached_tokens == 0 and (line.recomputed_tokens > 0) <= (line.preemptions > 0)
+        assert (line.recomputed_tokens > 0) <= (line.preemptions > 0)
 
     def drain(self) -> int:
         """To the end, in a bounded number of steps: at each, the oldest sample advances by a token at least."""
@@ -259,6 +326,7 @@ def random_world(seed: int) -> World:
         block_size=rng.choice([1, 2, 3, 4, 7, 16]), max_batch_size=rng.choice([1, 3, 5, 9, 16]),
         token_budget=rng.choice([1, 2, 5, 8, 13, 30, 64]), batching=rng.choice(["continuous", "continuous", "static"]),
         reserve=rng.choice(["on_demand"] * 3 + ["max_context"]), chunked_prefill=rng.random() < 0.7,
+        prefix_caching=rng.random() < 0.7, order=rng.choice(["arrival", "prefix"]),
     )  # fmt: skip
     whole = -(-CONTEXT // config.block_size)
     return World(config, max(1, round(whole * rng.choice([0.6, 1, 1, 1.2, 1.5, 2, 3, 16]))), seed)
@@ -278,7 +346,9 @@ def drive(seed: int) -> World:
     for _ in range(rng.choice([20, 60, 120])):
         chance = rng.random()
         if chance < busy:
-            world.arrive(rng.choice([1, 2, 3, 4, 7, 15, 16, 17, 30]), random_params(rng))
+            length, shared = rng.choice([1, 2, 3, 4, 7, 15, 16, 17, 30]), rng.choice([0, 0.5, 1, 1])
+            for _ in range(rng.choice([1, 1, 1, 3])):  # three at once are often alike
+                world.arrive(length, random_params(rng), shared=round(shared * length))
         elif chance < busy + 0.04 and world.alive:
             world.abort(rng.choice([*world.alive, 10_000]))
         elif chance < busy + 0.05 and (world.scheduler.running or world.scheduler.waiting):
@@ -295,7 +365,7 @@ def test_random_loads():
     E1: no block in the free list is in a live table. E3: what can never fit is refused, alone. E8: no running request
     waits. E12: exactly the tokens that were drawn. E13: recomputed is not cached.
     """
-    steps = preempted = refused = samples = seed = 0
+    steps = preempted = refused = samples = cached = passed = found_again = seed = 0
     reasons: set[str] = set()
     while steps < 12_000:
         try:
@@ -305,12 +375,16 @@ def test_random_loads():
         steps += world.runner.steps
         preempted += world.engine.stats["preemptions"]
         refused += world.refused
+        passed += sum(world.runner.overtaken.values())
         for output in world.delivered.values():
             samples += len(output.outputs)
             reasons |= {sample.finish_reason for sample in output.outputs}
+            cached += output.metrics.cached_tokens
+            found_again += sum(s.timeline.preemptions > 0 == s.timeline.recomputed_tokens for s in output.outputs)
         seed += 1
     assert reasons == {"length", "stop", "abort", "error"}
     assert preempted > 150 and refused > 300 and samples > 1000, "the loads are too light to prove anything"
+    assert cached > 900 and passed > 90 and found_again > 5, "the prefix cache has too little to do"
 
 
 class Machine(RuleBasedStateMachine):
@@ -321,15 +395,19 @@ class Machine(RuleBasedStateMachine):
             EngineConfig, block_size=st.integers(1, 17), max_batch_size=st.integers(1, 6),
             token_budget=st.integers(1, 30), batching=st.sampled_from(["continuous", "static"]),
             reserve=st.sampled_from(["on_demand", "max_context"]), chunked_prefill=st.booleans(),
+            prefix_caching=st.booleans(), order=st.sampled_from(["arrival", "prefix"]),
         ),
         num_blocks=st.integers(1, 60), seed=st.integers(0, 99),
     )  # fmt: skip
     def start(self, config, num_blocks, seed):
         self.world = World(config, num_blocks, seed)
 
-    @rule(prompt=st.integers(1, 33), max_tokens=st.integers(1, 25), n=st.integers(1, 3), ignore_eos=st.booleans())
-    def arrive(self, prompt, max_tokens, n, ignore_eos):
-        self.world.arrive(prompt, SamplingParams(max_tokens=max_tokens, n=n, seed=1, ignore_eos=ignore_eos))
+    @rule(
+        prompt=st.integers(1, 33), max_tokens=st.integers(1, 25), n=st.integers(1, 3), ignore_eos=st.booleans(),
+        shared=st.integers(0, 33),
+    )  # fmt: skip
+    def arrive(self, prompt, max_tokens, n, ignore_eos, shared):
+        self.world.arrive(prompt, SamplingParams(max_tokens=max_tokens, n=n, seed=1, ignore_eos=ignore_eos), shared)
 
     @rule(count=st.integers(1, 6))
     def steps(self, count):
@@ -356,9 +434,9 @@ TestMachine.settings = settings(max_examples=60, stateful_step_count=25, deadlin
 
 
 def scheduler(num_blocks: int = 12, **settings) -> Scheduler:
-    return Scheduler(
-        EngineConfig(**{"block_size": 4, "max_batch_size": 4, "token_budget": 16} | settings), 40, num_blocks
-    )
+    """Without a prefix cache unless asked for: all prompts here are alike, and these tests count blocks."""
+    small = {"block_size": 4, "max_batch_size": 4, "token_budget": 16, "prefix_caching": False}
+    return Scheduler(EngineConfig(**small | settings), 40, num_blocks)
 
 
 def request(number: int, prompt_tokens: int = 6, max_tokens: int = 9, n: int = 1) -> Request:
@@ -374,7 +452,7 @@ def advance(scheduler: Scheduler) -> list[Request]:
     """One step in which every request that may draw draws token 5."""
     step = scheduler.schedule()
     for request, count, samples in zip(step.requests, step.counts, step.samples, strict=True):
-        request.num_computed_tokens += count
+        scheduler.advance(request, count)
         if samples:
             drawing = [request, *request.samples]
             if request.samples:
@@ -409,7 +487,7 @@ def take_from_the_free_list(s):
 
 
 def swap_in_anothers_block(s):
-    s.running[2].block_table.blocks[0] = s.running[0].block_table.blocks[0]
+    s.running[2].block_table.blocks[-1] = s.running[0].block_table.blocks[-1]
 
 
 def free_twice(s):
@@ -467,10 +545,30 @@ FAULTS = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("fault", FAULTS)
-def test_check_finds_a_planted_fault(fault):
+def unlock_what_is_in_use(s):
+    for r in s.running:
+        s.prefixes.unlock(r.prefix)
+
+
+def cache_a_free_block(s):
+    node = s.running[0].prefix
+    node.blocks[0] = s.pool._free[0]
+
+
+def forget_who_caches(s):
+    s.pool._ref_counts[s.running[0].prefix.blocks[0]] -= 1
+
+
+CACHE_FAULTS = [unlock_what_is_in_use, cache_a_free_block, forget_who_caches]
+
+
+@pytest.mark.parametrize(
+    ("fault", "caching"),
+    [*((fault, caching) for fault in FAULTS for caching in (True, False)), *((fault, True) for fault in CACHE_FAULTS)],
+)
+def test_check_finds_a_planted_fault(fault, caching):
     """E1, and its kin: the invariant that the other tests rely on is not an empty function."""
-    planted = busy()
+    planted = busy(prefix_caching=caching)
     fault(planted)
     with pytest.raises(AssertionError):
         planted.check()
@@ -499,7 +597,7 @@ def test_decodes_go_before_prompts():
         step = loaded.schedule()
         assert step.requests[0].id == 0 and step.counts[0] == 1 and sum(step.counts) == 8
         for r, count, samples in zip(step.requests, step.counts, step.samples, strict=True):
-            r.num_computed_tokens += count
+            loaded.advance(r, count)
             if samples:
                 r.append(5, 0.0)
 
@@ -514,6 +612,34 @@ def test_blocks_at_the_edges(prompt_tokens):
         assert edge.running[0].num_computed_tokens == stored
         assert len(edge.running[0].block_table.blocks) == -(-stored // 4)
         assert edge.stored_tokens == stored and edge.used_blocks == -(-stored // 4)
+
+
+@pytest.mark.parametrize("together", [True, False])
+def test_equal_prompts_keep_one_copy(together):
+    """What one leaves behind must not crowd out the other, which computed some of it again.
+
+    Two that start together find nothing of each other; one that starts later computes the last block again, for its
+    last token. Two blocks of prompt and four of answer fill the pool.
+    """
+    twins = scheduler(num_blocks=6, prefix_caching=True)
+    early, late = (request(number, prompt_tokens=8, max_tokens=1 + 16 * number) for number in range(2))
+    twins.add(early)
+    if together:
+        twins.add(late)
+        assert advance(twins) == [early, late]
+        twins.finish(early, "length")
+    else:
+        assert advance(twins) == [early]
+        twins.finish(early, "length")
+        twins.add(late)
+        assert advance(twins) == [late] and late.timeline.cached_tokens == 4
+    assert twins.used_blocks == 2
+    for _ in range(16):
+        assert advance(twins) == [late]
+        twins.check()
+    assert late.num_computed_tokens == 24 and late.timeline.preemptions == 0
+    twins.finish(late, "length")
+    assert twins.num_free == 6
 
 
 def test_shared_tokens_are_counted_once():
@@ -596,6 +722,7 @@ def test_a_request_ends_once():
     [
         ("block_size", 0), ("block_size", 1.5), ("num_blocks", 0), ("num_blocks", True), ("max_batch_size", -1),
         ("token_budget", "many"), ("batching", "dynamic"), ("reserve", True), ("chunked_prefill", 1),
+        ("prefix_caching", "yes"), ("order", "random"),
     ],
 )  # fmt: skip
 def test_settings_that_make_no_sense(setting, value):

@@ -39,6 +39,11 @@ def slots(used: float, gain: float, one_long: float, exponential: float) -> None
         },
         unit="times the throughput",
     )
+    slots_of_eight(one_long, exponential)
+
+
+def slots_of_eight(one_long: float, exponential: float) -> None:
+    """The second half of `slots`: eight slots with one long answer among them, and with lengths drawn at random."""
     few = LONG + (SLOTS - 1) * SHORT
     work_out(
         "one_long",

@@ -48,6 +48,11 @@ def budget(decode_ms: float, free: float, largest: float, steps: float) -> None:
         unit="tokens",
         tolerance=1e-6,
     )
+    within_target(largest, steps, decode, each)
+
+
+def within_target(largest: float, steps: float, decode: float, each: float) -> None:
+    """The second half of `budget`; reading takes `decode` seconds a step, computing `each` seconds a token."""
     most = TARGET / each
     whole_number("largest", largest)
     work_out(

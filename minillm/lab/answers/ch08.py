@@ -32,22 +32,7 @@ def chat_hits(rate: float, found: float, prompts_only: float, gain: float) -> No
         },
         unit="%",
     )
-    stored = MESSAGE + REPLY - 1
-    work_out(
-        "found",
-        found,
-        stored // BLOCK * BLOCK,
-        {
-            stored: "only whole blocks are found",
-            (MESSAGE + REPLY) // BLOCK * BLOCK: "the last token of the answer is never fed back, so its keys do not "
-            "exist; the block that it would fill is not whole",
-            MESSAGE // BLOCK * BLOCK: "the answer's keys and values are in the cache too",
-            stored // BLOCK: "that is blocks; tokens are asked for",
-            MESSAGE: "the answer's keys and values are in the cache too; and only whole blocks are found",
-        },
-        unit="tokens",
-        tolerance=1e-6,
-    )
+    found_by_second_turn(found)
     work_out(
         "prompts_only",
         prompts_only,
@@ -71,6 +56,26 @@ def chat_hits(rate: float, found: float, prompts_only: float, gain: float) -> No
             1 / (1 - PREFILL_SHARE): "that is for a hit rate of 1",
         },
         unit="times the throughput",
+    )
+
+
+def found_by_second_turn(found: float) -> None:
+    """The part of `chat_hits` that asks for tokens: whole blocks of the first turn's prompt and answer."""
+    stored = MESSAGE + REPLY - 1
+    work_out(
+        "found",
+        found,
+        stored // BLOCK * BLOCK,
+        {
+            stored: "only whole blocks are found",
+            (MESSAGE + REPLY) // BLOCK * BLOCK: "the last token of the answer is never fed back, so its keys do not "
+            "exist; the block that it would fill is not whole",
+            MESSAGE // BLOCK * BLOCK: "the answer's keys and values are in the cache too",
+            stored // BLOCK: "that is blocks; tokens are asked for",
+            MESSAGE: "the answer's keys and values are in the cache too; and only whole blocks are found",
+        },
+        unit="tokens",
+        tolerance=1e-6,
     )
 
 
@@ -169,22 +174,17 @@ def insert_slip(slip: str) -> Callable:
     return with_tree(lambda tree, tokens, size: right_insert(tree, tokens, size, wrong=slip))
 
 
-INSERT_MISTAKES = {
-    "the tokens behind the last whole block do not fill a block: leave them out": insert_slip("partial"),
-    "where a text leaves a run in its middle, the run must be split: the old end went missing": insert_slip("no split"),
-    "a split leaves the lower part with all that was below it; those branches went missing": insert_slip(
-        "children lost"
-    ),
-    "the branches of a run that is split belong below its lower part, not beside it": insert_slip("children stay"),
-    "runs part at the border of a block, not at a token: a block is shared whole or not at all": insert_slip(
-        "mid-block"
-    ),
-    "a run is found by the tokens of its whole first block: two may start with the same token": insert_slip(
-        "token keys"
-    ),
-    "a text that ends within a run splits it too, so that there is a node at its end": insert_slip("lazy"),
-    "follow a run as far as the text agrees, not for its first block only": insert_slip("first block only"),
+INSERT_SLIPS = {
+    "partial": "the tokens behind the last whole block do not fill a block: leave them out",
+    "no split": "where a text leaves a run in its middle, the run must be split: the old end went missing",
+    "children lost": "a split leaves the lower part with all that was below it; those branches went missing",
+    "children stay": "the branches of a run that is split belong below its lower part, not beside it",
+    "mid-block": "runs part at the border of a block, not at a token: a block is shared whole or not at all",
+    "token keys": "a run is found by the tokens of its whole first block: two may start with the same token",
+    "lazy": "a text that ends within a run splits it too, so that there is a node at its end",
+    "first block only": "follow a run as far as the text agrees, not for its first block only",
 }
+INSERT_MISTAKES = {remark: insert_slip(slip) for slip, remark in INSERT_SLIPS.items()}
 
 
 def evict(answer: Callable) -> None:
@@ -197,9 +197,7 @@ def right_evict(nodes: dict[str, tuple], count: int, *, wrong: str = "") -> list
     left, gone = {name: blocks for name, (_, blocks, _, _) in nodes.items()}, []
     leaves_at_start = {name for name in nodes if name not in {parent for parent, *_ in nodes.values()}}
     while len(gone) < count:
-        inner = {nodes[name][0] for name in left}
-        if wrong == "inner nodes":
-            inner = set()
+        inner = {nodes[name][0] for name in left} if wrong != "inner nodes" else set()
         allowed = [
             name
             for name in left
@@ -236,8 +234,7 @@ def random_tree(draw: Draw) -> dict[str, tuple]:
     """Nodes a to h: a parent was used at least as late as what is below it, and is locked if that is."""
     names = "abcdefgh"[: draw.randrange(3, 9)]
     parents = {name: draw.choice([None, *names[:index]]) for index, name in enumerate(names)}
-    times = draw.sample(range(1, 50), len(names))
-    used = dict(zip(names, times, strict=True))
+    used = dict(zip(names, draw.sample(range(1, 50), len(names)), strict=True))
     locked = dict.fromkeys(names, 0)
     for name in reversed(names):
         if parents[name] is not None:

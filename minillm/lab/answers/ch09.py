@@ -16,20 +16,7 @@ def send(size: float, transfer: float, recompute: float, break_even: float) -> N
     """Exercise "Send, or compute again?": MB of a prompt, ms to send it, ms to compute it, Gb/s where both agree."""
     token = 2 * LAYERS * KV_HEADS * HEAD_DIM * 2
     whole, link = TOKENS * token, LINK / 8 * 1e9
-    work_out(
-        "size",
-        size,
-        whole / 1e6,
-        {
-            whole / 2e6: "keys and values are two, and 16 bits are two bytes: one of these factors is missing",
-            whole / LAYERS / 1e6: "that is one layer; every layer has its own",
-            token / 1e6: "that is one token",
-            whole / 2**20: "that is MiB; an MB is 10⁶ bytes",
-            whole * 8 / 1e6: "that is Mb; bytes are asked for",
-        },
-        unit="MB",
-        tolerance=0.003,
-    )
+    prompt_size(size, token, whole)
     work_out(
         "transfer",
         transfer,
@@ -64,6 +51,24 @@ def send(size: float, transfer: float, recompute: float, break_even: float) -> N
             "one asked for is slower",
         },
         unit="Gb/s",
+    )
+
+
+def prompt_size(size: float, token: int, whole: int) -> None:
+    """The part of `send` that asks for the size, where a token takes `token` bytes and the prompt `whole` bytes."""
+    work_out(
+        "size",
+        size,
+        whole / 1e6,
+        {
+            whole / 2e6: "keys and values are two, and 16 bits are two bytes: one of these factors is missing",
+            whole / LAYERS / 1e6: "that is one layer; every layer has its own",
+            token / 1e6: "that is one token",
+            whole / 2**20: "that is MiB; an MB is 10⁶ bytes",
+            whole * 8 / 1e6: "that is Mb; bytes are asked for",
+        },
+        unit="MB",
+        tolerance=0.003,
     )
 
 
