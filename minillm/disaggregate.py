@@ -168,6 +168,8 @@ class Disaggregated:
         threads: int | None = 1,
         devices: tuple[str, str] = ("cpu", "cpu"),
     ):
+        if not isinstance(config, EngineConfig):
+            raise ValueError(f"config must be an EngineConfig, got {config!r}")
         if config.batching != "continuous":
             raise ValueError(f'batching must be "continuous" in both processes, got {config.batching!r}')
         self.config, self.timeout, self._next_id = read_config(model), timeout, 0
@@ -197,6 +199,8 @@ class Disaggregated:
         Raises ValueError, before anything runs, for a prompt that cannot be served.
         """
         params = SamplingParams() if params is None else params
+        if not isinstance(params, SamplingParams):
+            raise ValueError(f"params must be SamplingParams, got {type(params).__name__}")
         if params.stop:
             raise ValueError(f"stop strings {list(params.stop)} need a tokenizer: use stop_token_ids here")
         for number, prompt in enumerate(prompts):

@@ -78,6 +78,7 @@ class Engine:
         arrival = now if arrival is None else arrival
         if not isinstance(arrival, (int, float)) or not float("-inf") < arrival <= now:
             raise ValueError(f"arrival must be a moment up to now, {now:.3f} s on the runner's clock; got {arrival!r}")
+        self.scheduler.check_samples(params.n)  # before that many are made
         eos = self.runner.config.eos_token_ids
         first, *others = [
             Request(self._next_id, prompt_ids, params, arrival, index, eos, self.tokenizer) for index in range(params.n)

@@ -108,11 +108,16 @@ def check_uptraining(
         raise ValueError(f"learning_rate must be a positive number, got {learning_rate!r}")
     if not 0 <= dropout < 1:
         raise ValueError(f"dropout must be at least 0 and below 1, got {dropout!r}")
-    if ids.dim() != 1 or ids.is_floating_point() or len(ids) < context + 2:
+    if not isinstance(ids, torch.Tensor):
+        raise ValueError(f"ids must be a tensor of token ids [N], got {type(ids).__name__}")
+    if ids.dim() != 1 or ids.dtype not in (torch.int64, torch.int32) or len(ids) < context + 2:
         raise ValueError(
             f"ids must be one run of at least {context + 2} token ids (a window of {context}, the token that follows "
             f"it, and one to spare), got a {str(ids.dtype).removeprefix('torch.')} tensor of shape {list(ids.shape)}"
         )
+    least, most = ids.min().item(), ids.max().item()
+    if least < 0 or most >= model.config.vocab_size:
+        raise ValueError(f"ids run from {least} to {most}; the vocabulary is 0 to {model.config.vocab_size - 1}")
     if model.dtype not in (torch.float32, torch.float64):
         name = str(model.dtype).removeprefix("torch.")
         raise ValueError(f"weights in {name} cannot be trained: small changes are rounded away; load them in float32")

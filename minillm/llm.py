@@ -104,6 +104,9 @@ class LLM:
         """One step for all. Raises RuntimeError if `awaited` has left the engine without coming here."""
         if not self.engine.is_unfinished(awaited):
             raise RuntimeError(f"request {awaited} was aborted, or taken by another caller of engine.step")
+        self._collect()
+
+    def _collect(self) -> None:
         for output in self.engine.step():
             if output.request_id in self._newest:
                 self._newest[output.request_id] = output
@@ -113,6 +116,8 @@ class LLM:
         for id in ids:
             self.engine.abort(id)
             del self._newest[id]
+        if not (self.engine.scheduler.running or self.engine.scheduler.waiting):
+            self._collect()  # an abort that empties a static batch leaves others to be delivered; nothing runs
 
     def _encode(self, prompt: str | Sequence[int]) -> Sequence[int]:
         if not isinstance(prompt, str):

@@ -40,12 +40,8 @@ class Scheduler:
 
     def add(self, request: Request) -> None:
         """Queue a request. Raises ValueError for one that could never run, whatever else is running."""
-        n, pool = 1 + len(request.samples), self.pool
-        if n > self.max_batch_size:
-            raise ValueError(
-                f"n={n} samples at once, but a batch holds {self.max_batch_size}: ask for fewer, or raise "
-                "max_batch_size and token_budget"
-            )
+        self.check_samples(n := 1 + len(request.samples))
+        pool = self.pool
         if self.config.reserve == "max_context":
             need, why = n * pool.blocks_for(self.max_context), f"{n} reservations of {self.max_context} tokens"
         else:  # samples beyond the first can be preempted, so one must fit
@@ -56,6 +52,14 @@ class Scheduler:
                 "shorten the prompt, ask for fewer tokens, or raise num_blocks"
             )
         self.waiting.append(request)
+
+    def check_samples(self, n: int) -> None:
+        """Raises ValueError for more samples of one prompt than a batch holds."""
+        if n > self.max_batch_size:
+            raise ValueError(
+                f"n={n} samples at once, but a batch holds {self.max_batch_size}: ask for fewer, or raise "
+                "max_batch_size and token_budget"
+            )
 
     def schedule(self) -> Step:
         """The next step; without requests only if there is nothing to do. Grants blocks, and preempts for them."""

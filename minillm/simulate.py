@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
 
-from minillm.config import EngineConfig, ModelConfig
+from minillm.config import EngineConfig, ModelConfig, bits_per_value
 from minillm.roofline import Device, StepCost, activation_dtype, decode_step, step_cost
 from minillm.scheduler import Step
 
@@ -51,6 +51,9 @@ class SimulatedRunner:
         self.config, self.dtype, self.kv_dtype = config, dtype, kv_dtype
         self.device = assume(device, config, overhead, bandwidth_efficiency, compute_efficiency)
         self.device.peak(activation_dtype(dtype))
+        if kv_dtype is not None:
+            bits_per_value(kv_dtype)  # here, not in the first step
+        self.block_size = engine.block_size  # the pool was counted in these
         self.num_blocks = engine.num_blocks or num_blocks(
             config, device, engine.block_size, dtype, kv_dtype, utilization, reserve_bytes
         )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 
@@ -117,9 +118,11 @@ def with_script(pool: Callable) -> Callable:
     def play(num_blocks: int, script: list[tuple]):
         made, log = pool(num_blocks), []
         for name, *arguments in script:
-            log.append((getattr(made, name)(*arguments), made.num_free()))
+            given = getattr(made, name)(*arguments)
+            log.append((given if name == "allocate" else None, made.num_free()))
         return None if log[0] == (None, None) else log
 
+    play.__signature__ = inspect.signature(lambda num_blocks, script: None)  # what a message calls the arguments
     return play
 
 
@@ -217,8 +220,12 @@ def compare_beams(expected, given, tables, parents, length, size, users, free) -
     if not (isinstance(result, tuple) and len(result) == 2 and all(isinstance(part, list) for part in result)):
         return f"the result should be two lists, (tables, copies), got {result!r}"
     new, copies = result
-    if len(new) != len(parents) or any(not isinstance(pair, tuple) or len(pair) != 2 for pair in copies):
+    pairs = all(isinstance(pair, tuple) and len(pair) == 2 for pair in copies)
+    if len(new) != len(parents) or not all(isinstance(table, (list, tuple)) for table in new) or not pairs:
         return f"there should be {len(parents)} tables, and copies as pairs (source, target), got {result!r}"
+    named = [block for part in (*new, *copies, free_after) for block in part]
+    if strange := [block for block in named if not isinstance(block, int)]:
+        return f"blocks are numbers; the result or `free` names {strange[0]!r}"
     blocks_of = Counter(block for table in new for block in table)
     memory = {block: [("old", block, place) for place in range(size)] for block in range(len(users))}
     if any(block not in memory for block in [*blocks_of, *(block for pair in copies for block in pair)]):

@@ -35,6 +35,7 @@ def schedule_cases(draw: Draw) -> Iterator[tuple]:
     """(blocks, block size, batch size, jobs): each job is (step of arrival, prompt, tokens to make). All fit alone."""
     yield 4, 4, 2, [(0, 3, 2)]
     yield 2, 4, 2, [(0, 4, 3), (0, 1, 2)]
+    yield 2, 4, 1, [(0, 8, 1)]  # all blocks for one
     yield 9, 1, 3, [(0, 2, 6), (0, 2, 6), (1, 2, 6)]
     yield 40, 2, 3, [(0, 3, 9), (0, 2, 2), (1, 4, 3), (1, 2, 5)]
     for _ in range(25):
@@ -113,6 +114,11 @@ def unfair(before, waiting, running, pool: WatchedPool, batch_size: int) -> str:
     preempted = [job for job in before if job in waiting]
     if (preempted or pool.given_back) and sum(pool.blocks_for(job.tokens) for job in before) <= pool.num_blocks:
         return "a job was preempted, though there were blocks enough for all who ran"
+    need = 0
+    for job in sorted(before, key=lambda job: job.number):
+        need += pool.blocks_for(job.tokens)
+        if job in preempted and need <= pool.num_blocks:
+            return f"job {job.number} was preempted, though there were blocks enough for it and all who are older"
     spare = pool.num_free - len(running) - 1  # whoever keeps a block for everybody's next token is right as well
     if waiting and not preempted and len(running) < batch_size and pool.blocks_for(waiting[0].tokens) <= spare:
         return f"job {waiting[0].number} could have joined: there are a place and {pool.num_free} free blocks"

@@ -74,8 +74,7 @@ def within_target(largest: float, steps: float, decode: float, each: float) -> N
         steps,
         math.ceil(chunks),
         {
-            math.ceil(PROMPT / math.floor(most)): "the decodes take their tokens from the budget first",
-            math.floor(chunks): "then a part of the prompt is still missing: round up",
+            math.floor(chunks): "the decodes take their tokens from the budget first; and a part of a step is a step",
             chunks: "a part of a step is a step: round up",
         },
         unit="steps",

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import inspect
 from collections.abc import Callable, Iterator, Sequence
 
 from minillm.lab.answers import build, work_out
@@ -89,6 +91,7 @@ def with_tree(function: Callable) -> Callable:
     if not callable(function):
         return function
 
+    @functools.wraps(function)  # so that a line of it can be named
     def all_of_them(texts, size):
         tree: Tree = {}
         added = [function(tree, list(text), size) for text in texts]
@@ -96,7 +99,7 @@ def with_tree(function: Callable) -> Callable:
             return None
         return {"added": added, "tree": spelled(tree)}
 
-    all_of_them.__name__ = "insert"
+    all_of_them.__signature__ = inspect.signature(lambda texts, size: None)
     return all_of_them
 
 
