@@ -2,7 +2,8 @@
 
 The theme draws its dozen icons with 1.5 MB of script. It also ships the icons as a font with a style
 sheet, so we drop the script and cut font and style sheet down to the icons in use. MathJax comes as one
-bundle of 1.2 MB, a third of it a menu; we load its parts instead, and only on pages with formulas.
+bundle of 1.2 MB, a third of it a menu; we load its parts instead, and only on pages with formulas. The index of all
+words is for the search page alone, and of the style sheet for cards and drop-downs we keep what some page uses.
 """
 
 from __future__ import annotations
@@ -16,12 +17,17 @@ from urllib.parse import unquote, urlsplit
 BUILDING = "MINILLM_BUILDING_BOOK"  # set while the book is built, so that an explorer knows to draw its frames
 
 ICON_SCRIPT = re.compile(r'\s*<script[^>]*\bsrc="[^"]*scripts/fontawesome\.js[^"]*"[^>]*></script>')
+SEARCH_SCRIPT = re.compile(
+    r'\s*<script[^>]*\bsrc="[^"]*(?:searchtools|language_data|searchindex)\.js[^"]*"[^>]*></script>'
+)
 MATH_SCRIPT = re.compile(r'(<script[^>]*\bsrc="[^"]*mathjax/)tex-chtml\.js("[^>]*></script>)')
 FORMULA = re.compile(r'class="[^"]*\bmath\b')
 ICON_RULE = re.compile(r'((?:\.fa-[a-z0-9-]+:before,?)+)\{content:"[^"]*"\}')
 ICON_ESCAPE = re.compile(r'"\\([ef][0-9a-f]{3})"')  # icons sit in Unicode's private use area,
 ICON = re.compile("[\ue000-\uf8ff]")  # written as an escape or as such
 ICON_FONT = re.compile(r'url\(([^)]*/webfonts/[\w-]+)\.woff2\) format\("woff2"\),url\(\1\.ttf\) format\("truetype"\)')
+DESIGN_NAME = re.compile(r"\bsd-[\w-]+")
+DESIGN_RULE = re.compile(r"([^{}]*\.sd-[^{}]*)\{[^{}]*\}")
 ICON_NAME = re.compile(r"\bfa-[a-z0-9-]+")
 STYLE_URL = re.compile(r"url\(\s*['\"]?([^'\")]+)['\"]?\s*\)")
 LOADING_TAGS = ("script", "img", "iframe", "audio", "video", "source", "embed", "input", "track")
@@ -44,16 +50,31 @@ def lighten(html: Path) -> None:
     used: set[str] = set()
     for path in html.rglob("*.html"):
         text = path.read_text(encoding="utf-8")
-        used.update(ICON_NAME.findall(text))
+        used.update(ICON_NAME.findall(text), DESIGN_NAME.findall(text))
+        if path.name != "search.html":
+            text = SEARCH_SCRIPT.sub("", text)
         text = MATH_SCRIPT.sub(r"\1startup.js\2" if FORMULA.search(text) else "", ICON_SCRIPT.sub("", text))
         path.write_text(text, encoding="utf-8")
     for path in static.rglob("*.js"):
         if path.name != "fontawesome.js":
-            used.update(ICON_NAME.findall(path.read_text(encoding="utf-8")))
+            text = path.read_text(encoding="utf-8")
+            used.update(ICON_NAME.findall(text), DESIGN_NAME.findall(text))
     for style in (static / "styles").glob("*.css"):
         _keep_icons(style, used)
+    for style in static.glob("sphinx-design*.css"):
+        _keep_rules(style, used)
     for leftover in [path for pattern in UNUSED for path in static.glob(pattern)]:
         shutil.rmtree(leftover) if leftover.is_dir() else leftover.unlink()
+
+
+def _keep_rules(style: Path, used: set[str]) -> None:
+    """Cut sphinx-design's style sheet down to the rules for classes `used`."""
+
+    def kept(rule: re.Match) -> str:
+        selectors = [each for each in rule[1].split(",") if used.issuperset(DESIGN_NAME.findall(each))]
+        return rule[0].replace(rule[1], ",".join(selectors), 1) if selectors else ""
+
+    style.write_text(DESIGN_RULE.sub(kept, style.read_text(encoding="utf-8")), encoding="utf-8")
 
 
 def _keep_icons(style: Path, used: set[str]) -> None:
