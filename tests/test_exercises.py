@@ -52,14 +52,14 @@ def prose(name: str) -> str:
 
 
 def answered(chapter: str, cell: str, *edits: tuple[str, str]):
-    """The function that a solution's answer cell defines, with some of its text replaced."""
+    """The function or class that a solution's answer cell defines, with some of its text replaced."""
     source = code("solutions", chapter)[f"{cell}-answer"]
     for old, new in edits:
         assert old in source, f"the solution of {cell} no longer contains {old!r}"
         source = source.replace(old, new)
     namespace = {"torch": torch, "decode_step": decode_step}
     exec(source, namespace)
-    return namespace[re.search(r"^def (\w+)", source, re.M)[1]]
+    return namespace[re.search(r"^(?:def|class) (\w+)", source, re.M)[1]]
 
 
 # The tool.

@@ -1,10 +1,12 @@
 """The exercises of chapter 4: right answers pass, wrong ones fail and are told why; the references are right."""
 
 import re
+from functools import partial
 
 import pytest
+import test_exercises as shared
 import torch
-from test_exercises import code, prose
+from test_exercises import prose
 
 from minillm import gqa
 from minillm.config import ModelConfig
@@ -15,18 +17,8 @@ from minillm.naive import NoCache
 from minillm.roofline import Device, decode_step
 
 NAME = "04_grouped_query_attention"
+answered = partial(shared.answered, NAME)
 BUILT = {"replicate": ch04.replicate, "regroup": ch04.regroup}
-
-
-def answered(cell: str, *edits: tuple[str, str]):
-    """The function that a solution's answer cell defines, with some of its text replaced."""
-    source = code("solutions", NAME)[f"{cell}-answer"]
-    for old, new in edits:
-        assert old in source, f"the solution of {cell} no longer contains {old!r}"
-        source = source.replace(old, new)
-    namespace = {"torch": torch}
-    exec(source, namespace)
-    return namespace[re.search(r"^def (\w+)", source, re.M)[1]]
 
 
 @pytest.mark.parametrize(

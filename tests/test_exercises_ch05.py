@@ -1,6 +1,7 @@
 """The exercises of chapter 5: right answers pass, wrong ones fail and are told why; the references are right."""
 
 import re
+from functools import partial
 
 import pytest
 import test_exercises as shared
@@ -10,18 +11,8 @@ from minillm.lab.checks import CheckFailed, Draw, NotAnswered
 from minillm.paged_cache import BlockPool, BlockTable
 
 NAME = "05_paged_cache"
+answered = partial(shared.answered, NAME)
 BUILT = {"pool": ch05.pool, "beams": ch05.next_beams}
-
-
-def answered(cell: str, *edits: tuple[str, str]):
-    """What a solution's answer cell defines, a function or a class, with some of its text replaced."""
-    source = shared.code("solutions", NAME)[f"{cell}-answer"]
-    for old, new in edits:
-        assert old in source, f"the solution of {cell} no longer contains {old!r}"
-        source = source.replace(old, new)
-    namespace = {}
-    exec(source, namespace)
-    return namespace[re.search(r"^(?:def|class) (\w+)", source, re.M)[1]]
 
 
 def test_each_exercise_states_what_it_is_for_and_has_three_hints():

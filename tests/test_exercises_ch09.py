@@ -1,6 +1,7 @@
 """The exercises of chapter 9: right answers pass, wrong ones fail and are told why; the references are the module's."""
 
 import re
+from functools import partial
 
 import pytest
 import test_exercises as shared
@@ -10,6 +11,7 @@ from minillm.lab.answers import ch09
 from minillm.lab.checks import CheckFailed, Draw, NotAnswered
 
 NAME = "09_disaggregation"
+answered = partial(shared.answered, NAME)
 BUILT = {"overlap": ch09.left_to_wait, "split": ch09.best_split}
 WRONG_BUILT = [
     ("overlap", [("return free - computed", "return free")], "when everything has left"),
@@ -62,17 +64,6 @@ WRONG_NUMBERS = [  # check, right answers, which one is wrong, the wrong value, 
     (ch09.division, DIVISION, 3, "cut prompts into chunks", "conclusion: .*share no step"),
     (ch09.division, DIVISION, 3, "turn a decode GPU into a prefill GPU", "conclusion: .*crowd"),
 ]  # fmt: skip
-
-
-def answered(cell: str, *edits: tuple[str, str]):
-    """What a solution's answer cell defines, with some of its text replaced."""
-    source = shared.code("solutions", NAME)[f"{cell}-answer"]
-    for old, new in edits:
-        assert old in source, f"the solution of {cell} no longer contains {old!r}"
-        source = source.replace(old, new)
-    namespace = {}
-    exec(source, namespace)
-    return namespace[re.search(r"^def (\w+)", source, re.M)[1]]
 
 
 def test_each_exercise_states_what_it_is_for_and_has_three_hints():
