@@ -82,14 +82,7 @@ def uptrain(
     with torch.random.fork_rng([model.device] if model.device.type == "cuda" else []):
         torch.manual_seed(seed)
         for step in range(steps):
-            for group in optimizer.param_groups:
-                group["lr"] = recipe.learning_rate_at(step)
-            inputs, targets = (x.to(model.device) for x in train.batch_at(ids, step, recipe, context))
-            loss = train.loss_of(learner, inputs, targets, context, None, 0.0)
-            optimizer.zero_grad()
-            loss.backward()
-            torch.nn.utils.clip_grad_norm_(learner.parameters(), 1.0)
-            optimizer.step()
+            loss = train.update(learner, optimizer, recipe, step, ids, context, train.loss_of)
             if watch is not None:
                 watch(step + 1, learner, loss.item())
     return convert(learner, model.config.n_kv_heads)  # a copy without the hooks that drop values

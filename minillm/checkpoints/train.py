@@ -203,6 +203,19 @@ def make_optimizer(model: Transformer, recipe: Recipe) -> torch.optim.AdamW:
     return torch.optim.AdamW(groups, lr=recipe.learning_rate, betas=(0.9, 0.95), fused=True)
 
 
+def update(model, optimizer, recipe, step, ids, context, compute, target_model=None) -> torch.Tensor:
+    """One step on its windows of `ids` [N]; returns its loss. `compute` is `loss_of`, compiled or not."""
+    for group in optimizer.param_groups:
+        group["lr"] = recipe.learning_rate_at(step)
+    inputs, targets = (x.to(model.device) for x in batch_at(ids, step, recipe, context))
+    loss = compute(model, inputs, targets, context, target_model, recipe.distill)
+    optimizer.zero_grad()
+    loss.backward()
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    optimizer.step()
+    return loss
+
+
 def train(config: ModelConfig, recipe: Recipe, ids: dict, work: Path, target_model=None, every=200) -> Transformer:
     """Train from scratch or from the state in `work`; `ids` has "train" and "validation" runs of tokens."""
     model, context = Transformer(config).initialize(recipe.seed), config.max_context
@@ -216,13 +229,7 @@ def train(config: ModelConfig, recipe: Recipe, ids: dict, work: Path, target_mod
     with tqdm(total=recipe.steps, initial=step, unit="step") as bar:
         while step < recipe.steps:
             torch.manual_seed(recipe.seed * 1_000_003 + step)
-            for group in optimizer.param_groups:
-                group["lr"] = recipe.learning_rate_at(step)
-            loss = compute(model, *batch_at(ids["train"], step, recipe, context), context, target_model, recipe.distill)
-            optimizer.zero_grad()
-            loss.backward()
-            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-            optimizer.step()
+            loss = update(model, optimizer, recipe, step, ids["train"], context, compute, target_model)
             step += 1
             bar.update()
             bar.set_postfix(loss=f"{loss.item():.3f}")
