@@ -13,10 +13,6 @@ what the bytes of a step take at the bandwidth that is measured in the same roun
 from __future__ import annotations
 
 import argparse
-import datetime
-import json
-import platform
-import shlex
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -25,6 +21,7 @@ from pathlib import Path
 
 import torch
 
+from benchmarks import record
 from benchmarks.peers import LlamaCpp, Transformers
 from minillm.config import ModelConfig
 from minillm.kv_cache import ContiguousCache
@@ -233,7 +230,7 @@ def main(arguments: list[str] | None = None) -> list[Result]:
         for result in run(name, asked.batch, contexts, *settings):
             results.append(result)
             print(Table(list(result.rows()), COLUMNS), flush=True)
-    here = device_name(asked.device)
+    here = record.device_name(asked.device)
     print()
     caption = (
         f"{here}, torch {torch.__version__}. Medians of {asked.rounds} rounds of {asked.steps} steps taken in turn; "
@@ -243,26 +240,9 @@ def main(arguments: list[str] | None = None) -> list[Result]:
     print(Table([row for result in results for row in result.rows()], COLUMNS, caption))
     if asked.json:
         values = {key: value for result in results for key, value in result.values().items()}
-        record = {"device": here, "date": datetime.date.today().isoformat(), "command": command(arguments)}
-        asked.json.write_text(json.dumps(record | {"values": values}, indent=2) + "\n", encoding="utf-8")
+        words = sys.argv[1:] if arguments is None else arguments
+        record.write(asked.json, ["benchmarks.decode", *words], values, asked.device)
     return results
-
-
-def command(arguments: list[str] | None) -> str:
-    """What to type to run this again."""
-    return shlex.join(["python", "-m", "benchmarks.decode", *(sys.argv[1:] if arguments is None else arguments)])
-
-
-def device_name(device: str | None) -> str:
-    """The processor's name, as its maker or its system gives it."""
-    if torch.cuda.is_available() and (device is None or torch.device(device).type == "cuda"):
-        return torch.cuda.get_device_name()
-    try:
-        models = [line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("model name")]
-        name = models[0].split(":")[1].strip()
-    except (OSError, IndexError):
-        name = platform.processor() or platform.machine()
-    return f"{name}, {torch.get_num_threads()} threads"
 
 
 if __name__ == "__main__":

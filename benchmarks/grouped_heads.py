@@ -15,9 +15,6 @@ step take at the bandwidth measured here.
 from __future__ import annotations
 
 import argparse
-import datetime
-import json
-import shlex
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,7 +22,7 @@ from pathlib import Path
 import torch
 from tokenizers import Tokenizer
 
-from benchmarks import decode
+from benchmarks import decode, record
 from minillm import gqa
 from minillm.checkpoints import corpus, train
 from minillm.config import ModelConfig
@@ -221,21 +218,19 @@ def main(arguments: list[str] | None = None) -> dict[str, dict]:
         print(Table([row for speed in speeds for row in speed.rows()], columns, f"{asked.shape}, random weights"))
         values |= {key: value for speed in speeds for key, value in speed.values().items()}
     if asked.json:
-        here = decode.device_name(asked.device if "speed" in asked.parts else "cpu")
-        record = {"device": here, "date": datetime.date.today().isoformat(), "command": command(asked)}
-        asked.json.write_text(json.dumps(record | {"values": values}, indent=2) + "\n", encoding="utf-8")
+        record.write(asked.json, command(asked), values, asked.device if "speed" in asked.parts else "cpu")
     return values
 
 
-def command(asked: argparse.Namespace) -> str:
-    """What to type to run this again; of files, their names alone."""
-    words = ["python", "-m", "benchmarks.grouped_heads", "--parts", *asked.parts]
+def command(asked: argparse.Namespace) -> list:
+    """What runs this again, after "python -m"; of files, their names alone."""
+    words = ["benchmarks.grouped_heads", "--parts", *asked.parts]
     if "quality" in asked.parts:
         words += ["--text", asked.text.name, "--model", Path(asked.model).name, "--steps", asked.steps]
         words += ["--heads", *asked.heads, "--rates", *(f"{rate:g}" for rate in asked.rates)]
     if "speed" in asked.parts:
         words += ["--shape", asked.shape, "--batch", *asked.batch, "--context", *asked.context]
-    return shlex.join(map(str, words))
+    return words
 
 
 if __name__ == "__main__":

@@ -11,9 +11,6 @@ one that shares nothing, with the prefix cache on and off: throughput and hit ra
 from __future__ import annotations
 
 import argparse
-import datetime
-import json
-import shlex
 import statistics
 import sys
 import time
@@ -23,17 +20,19 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from benchmarks.decode import device_name, load
+from benchmarks import record
+from benchmarks.decode import load
 from minillm.config import EngineConfig
 from minillm.engine import Engine
 from minillm.lab import usable_cores
 from minillm.lab.tables import Table
+from minillm.lab.timing import Comparison, Timing
 from minillm.runner import ModelRunner
 from minillm.sampling import SamplingParams
 from minillm.workload import converse, make_sessions, programs
 
 STALL_COLUMNS = ["prompts", ("ITL, p99", "ms, of those who decode"), ("longest ITL", "ms"), ("TTFT", "s, long prompt")]
-PREFIX_COLUMNS = ["program", ("hit rate", "of prompt tokens"), ("throughput", "cache on, times off"), "spread"]
+PREFIX_COLUMNS = ["program", ("hit rate", "of prompt tokens"), ("throughput", "cache on, times off; middle half")]
 
 
 def stall(runner: ModelRunner, config: EngineConfig, long: int, seed: int) -> tuple[list[float], float]:
@@ -77,21 +76,22 @@ def measure_prefixes(model, rounds: int, count: int, unit: int) -> list[tuple]:
     rows, vocab = [], model.config.vocab_size
     for name, shape in programs(unit).items():
         sessions = make_sessions(count, vocab_size=vocab, seed=1, **shape)
-        seconds: dict[bool, list[float]] = {True: [], False: []}
+        settings = {way: EngineConfig(prefix_caching=way == "on", max_batch_size=4) for way in ("off", "on")}
+        runners = {way: ModelRunner(model, config) for way, config in settings.items()}
+        seconds: dict[str, list[float]] = {way: [] for way in settings}
         hits = prompts = 0
         for number in range(rounds + 1):
-            for on in (True, False):
-                config = EngineConfig(prefix_caching=on, max_batch_size=4)
-                engine = Engine(ModelRunner(model, config), config)
+            for way, config in settings.items():
+                engine = Engine(runners[way], config)
                 began = time.perf_counter()
                 outputs = [output for each in converse(engine, sessions) for output in each]
-                if number:
-                    seconds[on].append(time.perf_counter() - began)
-                if on:
+                if number:  # the first round warms up, and touches all memory of the cache
+                    seconds[way].append(time.perf_counter() - began)
+                if way == "on":
                     hits = sum(output.metrics.cached_tokens for output in outputs)
                     prompts = sum(len(output.prompt_ids) for output in outputs)
-        ratios = sorted(off / on for on, off in zip(seconds[True], seconds[False], strict=True))
-        rows.append((name, hits / prompts, statistics.median(ratios), f"{ratios[0]:.2f} to {ratios[-1]:.2f}"))
+        ratio = Comparison({way: Timing(tuple(taken)) for way, taken in seconds.items()}).speedup("on")
+        rows.append((name, hits / prompts, ratio))
     return rows
 
 
@@ -109,26 +109,27 @@ def main(arguments: list[str] | None = None) -> dict[str, dict]:
         if getattr(asked, name) < 1:
             parser.error(f"--{name} must be 1 or more, got {getattr(asked, name)}")
     torch.set_num_threads(usable_cores())
-    model, here = load(asked.model, None, None), device_name(None)
+    model, here = load(asked.model, None, None), record.device_name()
     caption = f"{asked.model} on {here}, torch {torch.__version__}. Medians of {asked.rounds} rounds in turn."
     stalls = measure_stall(model, asked.rounds, max(asked.budget, 4))
     print(Table([(n, f"{a:.0f}", f"{b:.0f}", f"{c:.2f}") for n, a, b, c in stalls], STALL_COLUMNS, caption), flush=True)
     shared = measure_prefixes(model, asked.rounds, asked.sessions, asked.unit)
-    print(Table([(n, f"{100 * h:.0f}%", f"{r:.2f}×", s) for n, h, r, s in shared], PREFIX_COLUMNS, caption))
+    print(Table([(name, f"{100 * hits:.0f}%", str(ratio)) for name, hits, ratio in shared], PREFIX_COLUMNS, caption))
     values = {}
     for name, p99, longest, ttft in stalls:
         key = name.split(",")[0]
         values[f"stall_p99_itl_{key}"] = {"value": p99, "unit": "ms"}
         values[f"stall_longest_itl_{key}"] = {"value": longest, "unit": "ms"}
         values[f"stall_ttft_{key}"] = {"value": ttft, "unit": "s"}
-    for name, hit_rate, ratio, _ in shared:
+    for name, hit_rate, ratio in shared:
         key = name.replace(" ", "_").replace("-", "_")
         values[f"prefix_hit_rate_{key}"] = {"value": hit_rate, "unit": ""}
-        values[f"prefix_speedup_{key}"] = {"value": ratio, "unit": "×"}
+        values[f"prefix_speedup_{key}"] = {
+            "value": ratio.median, "unit": "×", "low": ratio.low, "high": ratio.high
+        }  # fmt: skip
     if asked.json:
-        command = shlex.join(["python", "-m", "benchmarks.many_users", *(arguments or sys.argv[1:])])
-        record = {"device": here, "date": datetime.date.today().isoformat(), "command": command, "values": values}
-        asked.json.write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
+        words = sys.argv[1:] if arguments is None else arguments
+        record.write(asked.json, ["benchmarks.many_users", *words], values)
     return values
 
 

@@ -9,14 +9,12 @@ again. All of them get the same weights, prompts, limits and number of threads, 
 that were asked for count: not the padding, not what a static batch makes beyond a request's own end. The ideal charges
 every step of minillm's continuous schedule its roofline time, at the bandwidth and the arithmetic peak measured in
 the same run (`minillm.simulate`).
+What requests do to each other, the stall behind a long prompt and starts that are shared: `benchmarks.many_users`.
 """
 
 from __future__ import annotations
 
 import argparse
-import datetime
-import json
-import shlex
 import sys
 import time
 from collections.abc import Sequence
@@ -25,7 +23,8 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.decode import device_name, load
+from benchmarks import record
+from benchmarks.decode import load
 from benchmarks.serving_peers import PaddedBatches, PeerContinuous
 from minillm.config import EngineConfig, ModelConfig
 from minillm.engine import Engine
@@ -240,7 +239,7 @@ def main(arguments: list[str] | None = None) -> list[Result]:
     """Race on every model, print a table each; returns the results."""
     asked, results = parse(arguments), []
     torch.set_num_threads(usable_cores())
-    here = device_name(asked.device)
+    here = record.device_name(asked.device)
     for name in asked.model:
         result = run(name, asked)
         results.append(result)
@@ -252,11 +251,8 @@ def main(arguments: list[str] | None = None) -> list[Result]:
         print(Table(result.rows(), COLUMNS, caption), flush=True)
     if asked.json:
         values = {key: value for result in results for key, value in result.values().items()}
-        command = shlex.join(
-            ["python", "-m", "benchmarks.serving", *(sys.argv[1:] if arguments is None else arguments)]
-        )
-        record = {"device": here, "date": datetime.date.today().isoformat(), "command": command}
-        asked.json.write_text(json.dumps(record | {"values": values}, indent=2) + "\n", encoding="utf-8")
+        words = sys.argv[1:] if arguments is None else arguments
+        record.write(asked.json, ["benchmarks.serving", *words], values, asked.device)
     return results
 
 

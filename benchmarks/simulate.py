@@ -20,7 +20,8 @@ from dataclasses import dataclass
 
 import torch
 
-from benchmarks.decode import device_name, load
+from benchmarks import record
+from benchmarks.decode import load
 from minillm.config import EngineConfig
 from minillm.engine import Engine
 from minillm.lab import usable_cores
@@ -122,7 +123,7 @@ def main(arguments: list[str] | None = None) -> list[Result]:
             parser.error(f"--{name} must be {least} or more, got {value}")
     torch.set_num_threads(usable_cores())
     results = [r for name in asked.model for r in run(name, asked.decode, asked.prompt, asked.steps, asked.device)]
-    here = f"{device_name(asked.device)}, torch {torch.__version__}"
+    here = f"{record.device_name(asked.device)}, torch {torch.__version__}"
     caption = f"{here}. Medians of {asked.steps} steps; with them the middle half, and what the prediction is bound by."
     print(Table([result.row() for result in results], COLUMNS, caption))
     return results

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from minillm.config import EngineConfig, ModelConfig
 from minillm.engine import Engine
@@ -135,15 +135,8 @@ def arrivals(places, firsts, runner: SimulatedRunner, bandwidth: float, layer_by
     return ready
 
 
-@dataclass(frozen=True)
-class Unserved:
-    """Stands in for an output where the engine refused, with its reason."""
-
-    reason: str
-
-
 def dispatch(times: Sequence[float], engines: Sequence[Engine], add: Callable[[Engine, int], int]) -> dict[int, tuple]:
-    """Give item i, at times[i], to the engine with the least to do; {i: (engine's number, finished output)}.
+    """Give item i, at times[i], to the engine with the least to do; {i: (engine's number, output or refusal)}.
 
     `add(engine, i)` queues it and returns the engine's id. Engines that are behind are run up to each moment first; a
     step that has begun ends before anything new is looked at. Raises ValueError if times decrease.
@@ -172,7 +165,7 @@ def dispatch(times: Sequence[float], engines: Sequence[Engine], add: Callable[[E
         try:
             places[number][add(engine, item)] = item
         except ValueError as error:
-            found[item] = (number, Unserved(str(error)))
+            found[item] = (number, Refusal((), str(error)))
     for number in range(len(engines)):
         run(number, math.inf)
     return found
@@ -188,13 +181,13 @@ def load(engine: Engine) -> int:
 
 def is_served(output) -> bool:
     """Whether an engine took the request and ended it well."""
-    return not isinstance(output, Unserved) and output.outputs[0].error is None
+    return not isinstance(output, Refusal) and output.outputs[0].error is None
 
 
 def served_or_refused(request: TimedRequest, found: tuple) -> RequestOutput | Refusal:
-    """The output, or a `Refusal` of a request that an engine did not take."""
+    """The output, or the refusal of this request, with its prompt."""
     output = found[1]
-    return Refusal(request.prompt_ids, output.reason) if isinstance(output, Unserved) else output
+    return replace(output, prompt_ids=request.prompt_ids) if isinstance(output, Refusal) else output
 
 
 def highest_rate(attained: Sequence[tuple[float, float]], share: float = 0.9) -> float:

@@ -62,8 +62,8 @@ class PrefixCache:
         """How many blocks `match` would find; changes nothing."""
         return sum(shared for _, shared in self._walk(tokens))
 
-    def insert(self, tokens: Sequence[int], blocks: Sequence[int]) -> Node:
-        """Add computed blocks; `tokens` fills them exactly. Returns the node at their end.
+    def insert(self, tokens: Sequence[int], blocks: Sequence[int]) -> tuple[Node, list[int]]:
+        """Add computed blocks; `tokens` fills them exactly. Returns what `match` finds from now on.
 
         Where the tree has those tokens already it keeps its own blocks, and the caller's stay the caller's. Raises
         ValueError if tokens and blocks do not fit each other.
@@ -78,7 +78,8 @@ class PrefixCache:
             self.num_blocks += len(rest)
             self.num_evictable += len(rest)
             self._touch(node)
-        return node
+            known += rest
+        return node, known
 
     def lock(self, node: Node) -> None:
         """Keep `node` and all above it, until `unlock`."""

@@ -199,10 +199,10 @@ class Scheduler:
             return  # its keys and values have not reached their blocks yet
         whole = min(request.num_computed_tokens // size, len(table.blocks))
         tokens, mine = request.token_ids[: whole * size], table.blocks[:whole]
-        node = self.prefixes.insert(tokens, mine)
+        node, kept = self.prefixes.insert(tokens, mine)
         self.prefixes.lock(node)
         self.prefixes.unlock(request.prefix)
-        request.prefix, kept = node, self.prefixes.match(tokens)[1]
+        request.prefix = node
         if kept != mine:  # to keep both would take twice the room, and more than was asked for at the door
             table.blocks[:whole] = self.pool.fork(kept)
             self.pool.free(mine)

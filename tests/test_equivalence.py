@@ -10,6 +10,7 @@ import functools
 import random
 from dataclasses import replace
 
+import one_process
 import pytest
 import torch
 
@@ -65,7 +66,7 @@ def served(**settings):
     def path(model, prompts, params):
         wanted = {"num_blocks": 64, "block_size": 16} | settings
         if wanted["num_blocks"] == "smallest":
-            wanted["num_blocks"] = max(-(-(len(p) + params.max_tokens - 1) // wanted["block_size"]) for p in prompts)
+            wanted["num_blocks"] = smallest_pool(prompts, params, wanted["block_size"])
         if wanted.get("reserve") == "max_context":
             wanted["num_blocks"] = 2 * -(-model.config.max_context // wanted["block_size"])
         outputs, stats = serve(model, EngineConfig(**wanted), prompts, params)
@@ -100,6 +101,29 @@ def forked(model, prompts, params):
     return [output.outputs[0].token_ids for output in outputs]
 
 
+def disaggregated(**settings):
+    """Prompts computed by one engine, their keys and values sent, and decoded by another; both caches of equal size."""
+
+    def path(model, prompts, params):
+        wanted = {"num_blocks": 64, "prefix_caching": False} | settings
+        if wanted["num_blocks"] == "smallest":
+            wanted["num_blocks"] = smallest_pool(prompts, params, wanted["block_size"])
+        config = EngineConfig(**wanted)
+        with pytest.MonkeyPatch.context() as patch:
+            wire = one_process.Wire(patch)
+            one_process.prefill(model, prompts, params, config)
+            outputs = one_process.decode(model, prompts, params, config, one_process.arrived(model))
+        assert not wire.sent
+        return outputs
+
+    return path
+
+
+def smallest_pool(prompts, params, block_size) -> int:
+    """Blocks that just hold the longest of the requests alone."""
+    return max(-(-(len(prompt) + params.max_tokens - 1) // block_size) for prompt in prompts)
+
+
 PREEMPTIONS: list[int] = []
 CACHED: list[int] = []
 PATHS = {
@@ -126,6 +150,9 @@ PATHS = {
     "prefixes, always evicting": served(block_size=2, num_blocks="smallest", max_batch_size=2),
     "prefixes, longest first": served(block_size=2, max_batch_size=2, token_budget=5, order="prefix"),
     "no prefixes": served(block_size=3, max_batch_size=2, prefix_caching=False),
+    "disaggregated, blocks of 1": disaggregated(block_size=1, num_blocks=300, token_budget=4),
+    "disaggregated, blocks of 3": disaggregated(block_size=3, max_batch_size=2),
+    "disaggregated, smallest pools": disaggregated(block_size=2, num_blocks="smallest", token_budget=5),
 }
 
 

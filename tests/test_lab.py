@@ -235,9 +235,9 @@ def test_compare_takes_turns(monkeypatch):
     assert calls == ["slow", "fast"] * 4
     assert result["slow"].seconds == (4, 6, 8) and result["fast"].seconds == (2, 2, 8)
     ratio = result.speedup("fast")
-    assert ratio.median == 3 and (ratio.low, ratio.high) == (1.5, 2.5)
+    assert ratio.median == 2 and (ratio.low, ratio.high) == (1.5, 2.5)
     assert result.speedup("slow").median == 1
-    assert "3.00× (1.50 to 2.50)" in str(result)
+    assert "2.00× (1.50 to 2.50)" in str(result)
     Strict(result._repr_mimebundle_()["text/html"])
     with pytest.raises(ValueError, match="'quick'.*slow, fast"):
         result.speedup("quick")

@@ -129,8 +129,8 @@ def test_the_tree_keeps_its_own_blocks_where_two_computed_the_same():
     pool = BlockPool(10, 2)
     cache = PrefixCache(pool)
     tables = [[pool.allocate(), pool.allocate()] for _ in range(2)]
-    ends = [cache.insert([1, 2, 3, 4], table) for table in tables]
-    assert ends[0] is ends[1] and cache.match([1, 2, 3, 4])[1] == tables[0]
+    (first, kept), (second, same) = (cache.insert([1, 2, 3, 4], table) for table in tables)
+    assert first is second and kept == same == cache.match([1, 2, 3, 4])[1] == tables[0]
     assert [pool.ref_count(block) for block in tables[0] + tables[1]] == [2, 2, 1, 1]
     for table in tables:
         pool.free(table)

@@ -365,7 +365,7 @@ def half_a_block(patch):
         size = self.pool.block_size
         whole = min(-(-request.num_computed_tokens // size), request.num_tokens // size)
         if self.prefixes:
-            node = self.prefixes.insert(request.token_ids[: whole * size], request.block_table.blocks[:whole])
+            node, _ = self.prefixes.insert(request.token_ids[: whole * size], request.block_table.blocks[:whole])
             self.prefixes.lock(node)
             self.prefixes.unlock(request.prefix)
             request.prefix = node

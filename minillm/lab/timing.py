@@ -71,8 +71,7 @@ class Timing:
 class Ratio:
     """How many times faster one function ran than the baseline.
 
-    `median` divides the two medians; `low` and `high` are the quartiles of the ratios taken round by
-    round, so they show how far the answer moved while the machine did.
+    Median and quartiles of the ratios taken round by round: a slow minute hits both sides of a round.
     """
 
     median: float
@@ -105,7 +104,7 @@ class Comparison:
                 raise ValueError(f"nothing called {asked!r} was timed; there are {', '.join(self.timings)}")
         slow, fast = self.timings[over], self.timings[name]
         rounds = tuple(a / b for a, b in zip(slow.seconds, fast.seconds, strict=True))
-        return Ratio(slow.median / fast.median, *quartiles(rounds))
+        return Ratio(statistics.median(rounds), *quartiles(rounds))
 
     def rows(self) -> list[tuple[str, str, str]]:
         """(name, time, speed-up over the baseline) of each function, ready to print."""

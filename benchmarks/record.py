@@ -1,0 +1,36 @@
+"""A benchmark's figures as a file of `book/measurements`: where, when and by which command they were measured."""
+
+from __future__ import annotations
+
+import datetime
+import json
+import platform
+import shlex
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+
+def write(file: Path, command: Sequence, values: dict, device: str | None = None, model: str | None = None) -> None:
+    """Record `values`, {key: {"value", "unit", "low", "high"}}; `command` holds the words after "python -m".
+
+    `model` names what was timed, where the keys do not.
+    """
+    origin = {"device": device_name(device), "date": datetime.date.today().isoformat()}
+    words = shlex.join(["python", "-m", *map(str, command)])
+    content = origin | ({"model": model} if model else {}) | {"command": words, "values": values}
+    file.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+def device_name(device: str | None = None) -> str:
+    """The GPU's or the processor's name, as its maker or its system gives it; of a CPU, the threads in use."""
+    if torch.cuda.is_available() and (device is None or torch.device(device).type == "cuda"):
+        return torch.cuda.get_device_name()
+    try:
+        models = [line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("model name")]
+        name = models[0].split(":")[1].strip()
+    except (OSError, IndexError):
+        name = platform.processor() or platform.machine()
+    threads = torch.get_num_threads()
+    return f"{name}, {threads} thread{'s' if threads > 1 else ''}"
