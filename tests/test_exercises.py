@@ -4,8 +4,7 @@ Each chapter's answers are in `test_exercises_chNN.py`, under the same names: CH
 of each cell that builds something; WRONG_BUILT, slips in the solution of a cell, and what the reader is told; RIGHT,
 the right answers to each other check; WRONG_NUMBERS, one of them wrong, and what the reader is told; MISTAKES, the
 cases of a check and the mistakes that it knows. And where a chapter has them: OTHER_WAYS, other right answers to a
-cell; SKIPPED_RUNS, cells that are left to nbmake; NAMESPACE, what those would have left behind; TOO_FEW_HINTS, why its
-hints are not yet three.
+cell; SKIPPED_RUNS, cells that are left to nbmake; NAMESPACE, what those would have left behind.
 """
 
 import importlib
@@ -130,9 +129,7 @@ def test_every_notebook_has_a_module_that_tries_answers_to_it():
 
 
 @chapters
-def test_each_exercise_states_what_it_is_for_and_has_three_hints(chapter, request):
-    if hasattr(chapter, "TOO_FEW_HINTS"):
-        request.applymarker(pytest.mark.xfail(reason=chapter.TOO_FEW_HINTS, strict=True))
+def test_each_exercise_states_what_it_is_for_and_has_three_hints(chapter):
     name = chapter.CHAPTER
     parts = re.split(r"(?m)^## ", prose(name))[1:]
     assert 3 <= len(parts) <= 5

@@ -8,7 +8,6 @@ from minillm.paged_cache import BlockPool
 from minillm.prefix_cache import PrefixCache
 
 CHAPTER = "08_prefix_cache"
-TOO_FEW_HINTS = "exercises 3 and 4 have two hints"
 BUILT = {"insert": ch08.insert, "evict": ch08.evict}
 SPLIT = "            tree[key] = (run[:shared], {run[shared : shared + size]: (run[shared:], below)})\n"
 OVERWRITTEN = "            tree[key] = (rest, {})\n            return (len(rest) - shared) // size\n"
