@@ -19,7 +19,8 @@ class LLM:
     """A model ready to serve: `LLM("tiny").generate(["Once upon a time"])`.
 
     `model` is a name or path as for `load_model`, or a `Transformer`. The tokenizer is the model's own if there is one;
-    without one, prompts are lists of token ids. Raises what `load_model` raises.
+    without one, prompts are lists of token ids. Raises what `load_model` raises, and ValueError for a tokenizer that is
+    none, or a device or dtype for a model that is there already.
     """
 
     def __init__(
@@ -31,6 +32,10 @@ class LLM:
         dtype=None,
     ):
         named, self._no_tokenizer = not isinstance(model, Transformer), "none was given"
+        if not named and (device is not None or dtype is not None):
+            raise ValueError(f"this model is on {model.device} in {model.dtype}: move it with model.to, or give a name")
+        if tokenizer is not None and not isinstance(tokenizer, Tokenizer):
+            raise ValueError(f"tokenizer must be a Tokenizer, for example from load_tokenizer, got {tokenizer!r}")
         if named and tokenizer is None:
             try:
                 tokenizer = load_tokenizer(model)

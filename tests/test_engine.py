@@ -513,6 +513,10 @@ def test_other_doors(model, tiny):
         next(tiny.stream("Once", "fast"))
     with pytest.raises(ValueError, match="config must be an EngineConfig, got {'block_size': 4}"):
         LLM(model, {"block_size": 4})
+    with pytest.raises(ValueError, match="tokenizer must be a Tokenizer, .* got 3"):
+        LLM("tiny", tokenizer=3)
+    with pytest.raises(ValueError, match="this model is on cpu in torch.float64: move it with model.to"):
+        LLM(model, SMALL, dtype="float32")
     with pytest.raises(ValueError, match="block_size is 16 in this config and 4 in the runner's"):
         Engine(ModelRunner(model, SMALL))
     engine = make_engine(model)
