@@ -159,9 +159,10 @@ def chunk_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.
     count, end = q.shape[2], k.shape[2]
     if count == end:
         return causal_attention(q, k, v)
-    mask = None  # a single new token sees everything
-    if count > 1:
-        mask = torch.ones(count, end, dtype=torch.bool, device=q.device).tril(end - count)
+    if count == 1:  # it sees everything, so the query heads that share a key/value head can be rows of one query
+        grouped = q.reshape(len(q), k.shape[1], -1, q.shape[3])
+        return F.scaled_dot_product_attention(grouped, k, v).reshape(q.shape)
+    mask = torch.ones(count, end, dtype=torch.bool, device=q.device).tril(end - count)
     return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=q.shape[1] != k.shape[1])
 
 

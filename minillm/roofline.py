@@ -171,11 +171,12 @@ def step_cost(
     stored already. A decode is (1, context), a whole prompt is (length, 0). `dtype` is what weights are stored
     in, "int8" and "int4" included. Arithmetic runs in `compute_dtype` and the cache holds `kv_dtype`; both
     default to `dtype`, or to bfloat16 where the weights are integers. `sampled` rows go through the output
-    head: one per request if None, 0 for a chunk in the middle of a prompt.
+    head, which makes logits: one per request if None, 0 for a chunk in the middle of a prompt.
 
-    Counted: every weight once, however many tokens share it (of an untied input embedding only the rows looked
-    up); stored keys and values once, new ones written once; two operations per weight of every matrix product,
-    and 4 * q_dim per layer for each pair of a new token and a token it sees, itself included.
+    Counted: every weight once, however many tokens share it (of an input embedding that is not the output
+    head as well, only the rows looked up); stored keys and values once, new ones written once; two operations per
+    weight of every matrix product, and 4 * q_dim per layer for each pair of a new token and a token it sees, itself
+    included.
     Raises ValueError for an empty step, a request without new tokens, a negative context, an unknown dtype.
     """
     tokens = pairs = stored = count = 0

@@ -9,7 +9,8 @@ import pytest
 
 from minillm.config import ModelConfig
 from minillm.lab import notebooks
-from minillm.roofline import Device, crossover_batch, decode_step, max_decode_rate
+from minillm.linear import PACKED_FROM
+from minillm.roofline import Device, crossover_batch, decode_step, max_decode_rate, prefill_step
 
 BOOK = notebooks.ROOT / "book"
 CHAPTERS = sorted(BOOK.glob("[0-9][0-9]_*.ipynb"))
@@ -42,6 +43,10 @@ def claims(post: ModelConfig, smollm2: ModelConfig, card: Device) -> Iterator[tu
     yield one, f"the point at about {kipply.ridge():.0f} tokens for an NVIDIA A100"
     yield one, f"= {passes(100, 50):,}$ against ${100 + 50 - 1}$".replace(",", "{,}")
     yield one, f"Nearly {passes(100, 50) / 149:.0f} times the work"
+    report = sum(prefill_step(smollm2, card, 200 + i, sampled=0).flops for i in range(2000))
+    # A token that sees one more costs one pair more: without any pair, its matrix products are left.
+    products = 2 * prefill_step(smollm2, card, 1, sampled=0).flops - prefill_step(smollm2, card, 1, 1, sampled=0).flops
+    yield one, f"attention adds about {report / (passes(200, 2000) * products) - 1:.0%} to the operations of SmolLM2's"
 
     two, gb = "02_memory_bound", post.weight_bytes("bfloat16") / 1e9
     weights, peak, ridge = f"{post.num_parameters() / 1e6:.1f} million", card.flops["bfloat16"], card.ridge()
@@ -53,6 +58,7 @@ def claims(post: ModelConfig, smollm2: ModelConfig, card: Device) -> Iterator[tu
     yield two, f"{peak / 1e12} / {card.bandwidth / 1e12} is about {ridge:.0f}"
     yield two, f"they cross at a batch of about {ridge:.0f}"
     yield two, f"has a ridge of {kipply.ridge():.0f}: up to about {kipply.ridge():.0f} tokens"
+    yield two, f"in layers of {PACKED_FROM:,} weights or more"
     small = smollm2.weight_bytes("float32") / 1e9
     yield two, f"{smollm2.num_parameters() / 1e6:.1f} million weights of 4 bytes ({small:.2f} GB)"
     yield two, f"and {smollm2.n_layers} layers; on a GPU"
@@ -74,6 +80,7 @@ def claims(post: ModelConfig, smollm2: ModelConfig, card: Device) -> Iterator[tu
     three, token = "03_kv_cache", smollm2.kv_bytes_per_token("bfloat16")
     yield three, f"{post.n_layers} layers, {post.n_kv_heads} key/value heads of size {post.head_dim}, 2 bytes a number"
     yield three, f"its full context of {post.max_context:,} tokens"
+    yield three, f"at 3,000 tokens ({post.max_context - 1:,} for `post-0.5b`, whose context ends there)"
     at_32k = {heads: 32_768 * post.with_kv_heads(heads).kv_bytes_per_token("bfloat16") / 1e9 for heads in (20, 4, 1)}
     yield three, f"{at_32k[20]:.2f} GB with 20 key/value heads, {at_32k[4]:.2f} GB with 4, {at_32k[1]:.2f} GB with 1"
     yield three, f"A dotted line marks the weights at {gb:.2f} GB"

@@ -84,10 +84,13 @@ def test_equal_lengths_decode_in_one_product(model):
 def test_chunk_attention_against_written_out_softmax():
     """Each row by hand, in float64; key/value heads all different (E15)."""
     torch.manual_seed(0)
-    for heads, kv_heads, new, seen in ((6, 2, 3, 8), (4, 4, 1, 5), (5, 1, 7, 7), (3, 3, 2, 2)):
-        q = torch.randn(1, heads, new, 4, dtype=torch.float64)
+    shapes = ((6, 2, 3, 8), (4, 4, 1, 5), (6, 2, 1, 9), (5, 1, 1, 4), (6, 3, 1, 1), (5, 1, 7, 7), (3, 3, 2, 2))
+    for heads, kv_heads, new, seen in shapes:
+        # As a model hands it over, [new, heads, 4]: turned, it is not contiguous.
+        q = torch.randn(new, heads, 4, dtype=torch.float64).transpose(0, 1)[None]
         k, v = (torch.randn(1, kv_heads, seen, 4, dtype=torch.float64) for _ in range(2))
         out = chunk_attention(q, k, v)
+        assert out.shape == q.shape
         for head in range(heads):
             shared = head // (heads // kv_heads)  # neighbours share a key/value head
             for t in range(new):
