@@ -12,7 +12,7 @@ unless the caller does. A simulated figure is a bound with stated assumptions, n
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cache
 
@@ -202,6 +202,33 @@ def padded_batch_times(
         prompt, output = (max(column) for column in zip(*(lengths if pad_to == "all" else batch), strict=True))
         first = step_cost(config, device, [(prompt, 0)] * len(batch), dtype).time  # it draws the first token too
         times.append(first + sum(decode(len(batch), prompt + made) for made in range(output - 1)))
+    return times
+
+
+def crowd_times(
+    config: ModelConfig, device: Device, dtype="bfloat16"
+) -> Callable[[int, int, int, int], tuple[float, float, float]]:
+    """`step_cost` of a crowd that nobody has to list: a function (tokens, stored, pairs, sampled) -> three times.
+
+    A step's times are linear in four sums over its requests: new `tokens`, tokens `stored` in earlier steps, `pairs`
+    of a new token and a token it sees (itself included), and the `sampled` rows that go through the output head. The
+    function returns the seconds of reading, of computing and of overhead.
+    """
+
+    def measure(*requests: tuple[int, int], sampled: int = 0) -> tuple[float, float]:
+        cost = step_cost(config, device, requests, dtype, sampled=sampled)
+        return cost.memory_time, cost.compute_time
+
+    one, two, longer, row = measure((1, 0)), measure((1, 0), (1, 0)), measure((1, 1)), measure((1, 0), sampled=1)
+    read_token, read_stored, read_head = two[0] - one[0], longer[0] - one[0], row[0] - one[0]
+    pair, sample = longer[1] - one[1], row[1] - one[1]
+    weights, token = one[0] - read_token, one[1] - pair
+    overhead = step_cost(config, device, [(1, 0)], dtype).overhead
+
+    def times(tokens: int, stored: int, pairs: int, sampled: int) -> tuple[float, float, float]:
+        reading = weights + read_token * tokens + read_stored * stored + (read_head if sampled else 0.0)
+        return reading, token * tokens + pair * pairs + sample * sampled, overhead
+
     return times
 
 

@@ -1,7 +1,7 @@
 """The exercises of chapter 6: answers right and wrong for `test_exercises.py`; the references are the engine's."""
 
 import pytest
-from solutions import prose
+from solutions import cells, code, prose
 
 from minillm.config import EngineConfig
 from minillm.lab.answers import ch06, ch06_drive
@@ -172,3 +172,23 @@ def test_the_conditions_in_the_text_are_those_that_the_check_uses():
         CHAPTER
     )
     assert f"batches of {ch06.SLOTS}, lengths exponential" in prose(CHAPTER) and ch06.SLOTS == 8
+
+
+def test_the_chapter_compares_its_replay_with_the_published_figures_as_they_are():
+    """B4: what the text says of the last table of the published comparison, in numbers and in words."""
+    source, namespace = code(".", CHAPTER), {}
+    parts = {
+        "setup": source["setup"].partition("here = lab.setup()")[0],
+        "problem-run": source["problem-run"].partition("requests = ")[0],
+        "three-setup": source["three-setup"].partition("longer = ")[0],
+        "opt-run": source["opt-run"],
+        "opt-values": source["opt-values"],
+    }
+    for part in parts.values():
+        exec(part, namespace)
+    naive, own, reserved, continuous, pages = namespace["values"]
+    said = " ".join(cell["source"] for cell in cells(".", CHAPTER) if cell["cell_type"] == "markdown")
+    assert f"lie at {naive / 81:.1f} to {pages / 1865:.0f} times the published ones" in said
+    assert reserved / naive == pytest.approx(pages / reserved, rel=0.2)  # "about as much as both mechanisms together"
+    assert continuous / reserved == pytest.approx(2.5, rel=0.1) and pages / continuous == pytest.approx(2, rel=0.1)
+    assert own < reserved

@@ -1,5 +1,6 @@
 """The exercises of chapter 7: answers right and wrong for `test_exercises.py`; the references are the engine's."""
 
+import pytest
 from solutions import cells, code, prose
 
 from minillm.config import EngineConfig
@@ -137,12 +138,57 @@ def test_the_numbers_of_the_chapter_are_what_our_formulas_give():
     mistral, a100 = published_model("Mistral-7B"), Device.datasheet("A100-80GB")
     read, token = weights_read(mistral), mistral.kv_bytes_per_token()
     said = " ".join("".join(cell["source"]) for cell in cells(".", CHAPTER) if cell["cell_type"] == "markdown")
+    reading = (2 * read + 32 * 4096 * token) / a100.bandwidth
+    free = reading * a100.peak("bfloat16") / (2 * read)
     for phrase in (
         f"{read / 1e9:.2f} billion weights ({2 * read / 1e9:.1f} GB)",
         f"{token:,.0f} bytes for each of 32 · 4,096 stored tokens ({32 * 4096 * token / 1e9:.1f} GB)",
         f"at {a100.bandwidth / 1e9:,.0f} GB/s",
         f"{2 * read / 1e9:.1f} billion operations a token at {a100.peak('bfloat16') / 1e12:.0f} trillion a second",
+        f"{free:.0f} tokens are free, the decodes among them: that many take as long to compute as "
+        f"{(2 * read + 32 * 4096 * token) / 1e9:.1f} GB take to read",
         f"0.01 / (0.5 · 0.015) = {0.01 / (0.5 * 0.015):.1f} requests a second",
         f"{256 - 40} tokens of the budget are left in each step, and 2,000 / {256 - 40} is {2000 / 216:.1f}: ten",
     ):
         assert phrase in said, phrase
+
+
+@pytest.fixture(scope="module")
+def replayed() -> dict:
+    """The names of the chapter's cells that replay on numbers alone, after they have run."""
+    source, namespace = code(".", CHAPTER), {}
+    source["setup"] = source["setup"].partition("here = lab.setup()")[0]
+    source["idea-steps"] = source["idea-steps"].partition("crowd = ")[0]
+    replays = ["rules", "crowd", "play", "workload", "run", "search", "table"]
+    for name in ("setup", "idea-steps", "build-share", *(f"capacity-{part}" for part in replays), "explorer"):
+        exec(source[name], namespace)
+    namespace["capacities"] = namespace["rows"]
+    exec(source["loses-run"].partition("columns = ")[0], namespace)
+    return namespace
+
+
+def test_the_search_ends_where_the_text_says(replayed):
+    """B4: a search that stops at its own upper end finds nothing; the ratios lie about the paper's."""
+    published = ([2.6], [3.7], [3.6, 4.3])
+    for (model, gpus, *_), kinds, paper in zip(replayed["trials"], replayed["found"], published, strict=False):
+        most, ratios = replayed["full"](model, gpus), []
+        for (_, first, stalled), (_, chunked, queued) in kinds:
+            assert (stalled, queued) == ("gaps", "waits")
+            assert 0.15 * most < first <= 0.25 * most  # "more than three quarters of the arithmetic are idle"
+            ratios.append(chunked / first)
+        assert 0.8 < kinds[0][1][1] / most < 1  # "a little below full"
+        assert 0.45 < kinds[1][1][1] / most < 0.7  # "about half of that rate, or somewhat above"
+        assert all(0.95 * min(ratios) < ratio < 1.05 * max(ratios) for ratio in paper)
+    relaxed = [chunked / first for (_, first, _), (_, chunked, _) in replayed["found"][3]]
+    assert all(1 < ratio < 1.65 for ratio in relaxed)
+    assert not any("≥" in str(row) for row in replayed["capacities"])
+
+
+def test_what_chunks_cost_in_time_is_what_the_summary_says(replayed):
+    """B4."""
+    apart = [row for row in replayed["rows"] if "overlap" not in row[0]]
+    for place, low, high in ((1, 1.02, 1.05), (2, 1.10, 1.25)):
+        times = [float(row[place].rstrip("×")) for row in apart]
+        assert min(times) == low and max(times) == high
+    said = " ".join("".join(cell["source"]) for cell in cells(".", CHAPTER) if cell["cell_type"] == "markdown")
+    assert "2 to 5% with a budget of 2,048, 10 to 25% with 512 unless reading and computing overlap" in said

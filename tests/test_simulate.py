@@ -25,7 +25,15 @@ from minillm.engine import Engine
 from minillm.metrics import summarize
 from minillm.roofline import Device, step_cost
 from minillm.sampling import SamplingParams
-from minillm.simulate import PUBLISHED, SimulatedRunner, num_blocks, padded_batch_times, published_model, several
+from minillm.simulate import (
+    PUBLISHED,
+    SimulatedRunner,
+    crowd_times,
+    num_blocks,
+    padded_batch_times,
+    published_model,
+    several,
+)
 from minillm.workload import TimedRequest, fixed, make_workload, poisson, replay, uniform
 
 OPT, A100 = published_model("OPT-13B"), Device.datasheet("A100-40GB")
@@ -372,3 +380,25 @@ def test_the_benchmark_runs_on_tiny(monkeypatch, capsys):
     assert "--steps must be 1 or more, got 0" in capsys.readouterr().err
     with pytest.raises(ValueError, match="tiny holds 512 tokens: too few for 510 decode steps"):
         next(benchmark.run("tiny", [1], 8, 510, "cpu"))
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    name=st.sampled_from(["Mistral-7B", "OPT-13B"]),  # an untied and a tied output head
+    dtype=st.sampled_from(["bfloat16", "int8", "int4"]),
+    asked=st.lists(st.tuples(st.integers(1, 900), st.integers(0, 5000), st.booleans()), min_size=1, max_size=40),
+)
+def test_the_sums_of_a_crowd_cost_what_its_list_costs(name, dtype, asked):
+    config = published_model(name)
+    device = replace(Device.datasheet("A100-80GB"), overhead=1e-3, layer_overhead=2e-5)
+    sampled = sum(draws for *_, draws in asked)
+    cost = step_cost(config, device, [request[:2] for request in asked], dtype, sampled=sampled)
+    reading, computing, overhead = crowd_times(config, device, dtype)(
+        sum(new for new, *_ in asked),
+        sum(stored for _, stored, _ in asked),
+        sum(new * stored + new * (new + 1) // 2 for new, stored, _ in asked),
+        sampled,
+    )
+    assert reading == pytest.approx(cost.memory_time, rel=1e-9)
+    assert computing == pytest.approx(cost.compute_time, rel=1e-9)
+    assert overhead == cost.overhead
