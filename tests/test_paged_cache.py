@@ -639,7 +639,7 @@ def chapter() -> tuple[str, dict]:
     source = {cell["id"]: "".join(cell["source"]) for cell in cells}
     found = {name: globals()[name] for name in ("BlockPool", "BlockTable", "ContiguousCache", "ModelConfig", "torch")}
     found |= {"np": np, "Counter": Counter, "deque": deque, "dataclass": dataclass}
-    for name in ("lengths", "tally", "replay", "predict", "replay-pages", "blocks-held"):
+    for name in ("lengths", "tally", "replay", "draws", "predict", "replay-pages", "blocks-held"):
         exec(source[name], found)
     return " ".join("".join(cell["source"]) for cell in cells if cell["cell_type"] == "markdown"), found
 
@@ -652,6 +652,7 @@ def test_the_numbers_in_the_chapter_are_what_its_cells_count(chapter):
     assert f"7.5 / (460 + 7.5) = {7.5 / 467.5:.1%}" in text and f"1 − {7.5 / (average + 7.5):.1%}" in text
     fit, alone = 1 + 4 * 4, 4 * -(-(19 + 58) // 16)
     assert f"1 + 4 · 4 = {fit} blocks in place of 4 · 5 = {alone}, a saving of {1 - fit / alone:.0%}" in text
+    assert f"with blocks of 256, {BlockPool(2, 256).blocks_for(256 + 1) * 256} slots for {256 + 1} tokens" in text
 
 
 def test_the_claims_of_the_chapter_hold_where_it_counts_them(chapter):
@@ -669,6 +670,34 @@ def test_the_claims_of_the_chapter_hold_where_it_counts_them(chapter):
         at_a_time > found["predicted_running"] and at_a_time > 4 * found["shares"](found["reserved"]["Max"])["running"]
     )
     assert 0 < found["saving"]([(19, 58)] * 3, 2) < found["saving"]([(161, 338)], 2)
+
+
+def test_what_the_chapter_says_of_other_draws_holds_for_those_it_makes(chapter):
+    """B4: the first draw lies close to the paper by luck; the pattern is every draw's."""
+    text, found = chapter
+    paper = {"Max": (20.4, 13.3, 57.3, 8.9), "Oracle": (38.2, 25.2, 0.0, 36.6)}
+    gaps = [
+        abs(100 * draw[name][use] - percent)
+        for draw in found["draws"]
+        for name in paper
+        for use, percent in zip(("hold", "later", "never", "nobody"), paper[name], strict=True)
+    ]
+    assert 7 < max(gaps) < 8 and "the other draws lie up to eight points away" in text
+    for draw in [*found["draws"], {name: found["shares"](seen) for name, seen in found["reserved"].items()}]:
+        assert draw["Max"]["hold"] < 0.25, "under a quarter holds anything"
+        assert draw["Oracle"]["hold"] < 0.5, "even an oracle wastes most of it"
+        assert abs(100 * draw["Pow2"]["nobody"] - 41.6) > 3, "further off"
+
+
+def test_room_left_free_trades_sequences_for_work_done_twice(chapter):
+    """B4: the words about the table of what newcomers leave free."""
+    text, found = chapter
+    tokens = sum(map(sum, found["chats"]))
+    first, tenth = (found["replay_pages"](found["chats"], 16, part) for part in (1 / 50, 1 / 10))
+    assert found["replay_pages"](found["chats"], 16) == first, "the first row is the replay above"
+    assert first["again"] / tokens > 0.2 and "more than a fifth of all tokens are computed twice" in text
+    assert 0.02 < tenth["again"] / tokens < 0.05 and "With a tenth left free it is a few percent" in text
+    assert 1 < found["shares"](first)["running"] - found["shares"](tenth)["running"] < 4, "a few sequences"
 
 
 def test_a_refused_free_changes_nothing():
