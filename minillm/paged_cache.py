@@ -254,7 +254,7 @@ class DecodePlan:
             for spot, block in enumerate(table, row * longest):
                 wanted.setdefault(block, []).append(spot)
         nobody, order, made = batch * longest, [0] * (batch * longest + 1), 0
-        self.groups = []  # blocks with equally many users make one product
+        self.groups = []  # one product for all blocks with equally many users: blocks, queries, weights, owners
         for users in sorted({len(spots) for spots in wanted.values()}):
             blocks = [block for block, spots in wanted.items() if len(spots) == users]
             first, end = min(blocks), max(blocks) + 1
@@ -262,7 +262,7 @@ class DecodePlan:
                 which, blocks = slice(first, end), range(first, end)
             else:  # that would read too much: the blocks are copied together
                 which = torch.tensor(blocks, device=device)
-            spots = [spots if len(spots := wanted.get(b, ())) == users else [nobody] * users for b in blocks]
+            spots = [wanted[b] if len(wanted.get(b, ())) == users else [nobody] * users for b in blocks]
             for spot in (spot for some in spots for spot in some):
                 order[spot], made = made, made + 1
             spots = torch.tensor(spots, device=device)  # [blocks, users]
