@@ -106,8 +106,8 @@ class BlockTable:
         exactly when a token is about to be written whose position is that number. A prompt of one whole block needs its
         second block not when it is computed, but when the first new token is stored.
 
-        Returns the (source, target) pairs of blocks that must be copied before anything is written (copy-on-write):
-        those that another table uses too. Raises OutOfBlocks, and then nothing has changed.
+        Returns the (source, target) pairs of blocks of this table that must be copied before anything is written
+        (copy-on-write): those that another table uses too. Raises OutOfBlocks, and then nothing has changed.
         """
         missing = self.missing(start, stop)
         if missing > self.pool.num_free:
@@ -189,7 +189,7 @@ class PagedView:
 
     Two kinds of work. A chunk of several tokens gathers its keys and values once and attends as usual: the copy is
     small beside the products. Single tokens are too cheap for a copy of their whole context, so they are
-    attended where the blocks lie: see `decode`.
+    attended where the blocks lie: see `DecodePlan`.
     """
 
     def __init__(self, cache: PagedCache, tables: Sequence[BlockTable], starts: Sequence[int], counts: Sequence[int]):
@@ -207,7 +207,7 @@ class PagedView:
                 self.chunks.append((slice(offset, offset + count), start, start + count, blocks))
             offset += count
         self.num_tokens = offset
-        slots = torch.tensor(slots, device=device)
+        slots = torch.tensor(slots, dtype=torch.long, device=device)
         self.blocks, self.places = slots // size, slots % size
         self.fresh = torch.tensor(fresh, device=device) if fresh else None
         self.rows = None if len(rows) == offset else torch.tensor(rows, device=device)
@@ -224,7 +224,7 @@ class PagedView:
         if self.fresh is not None:
             values[self.fresh] = 0  # a place not yet written has weight 0 below, and 0 times NaN would be NaN
         keys[self.blocks, :, self.places], values[self.blocks, :, self.places] = k, v
-        if not self.chunks:
+        if self.plan is not None and not self.chunks:
             return self.plan.attend(q, keys, values)
         out = torch.empty_like(q)
         if self.plan is not None:
@@ -241,35 +241,34 @@ class PagedView:
 class DecodePlan:
     """Attention of single tokens, block by block, without gathering the blocks of a sequence into one piece.
 
-    Every block is multiplied with the query of its owner where it lies; only the scores, which are small, are
-    brought into the order of the sequences for the softmax, and taken back to weigh the values.
+    Every block is read once and multiplied with the queries of all who share it; only the scores, which are small,
+    are brought into the order of the sequences for the softmax, and taken back to weigh the values.
     Splitting the context this way is what GPU kernels for decoding do (Dao et al., 2023, Flash-Decoding; chapter 11).
     """
 
     def __init__(self, sequences: list[tuple[list[int], int]], block_size: int, device: torch.device):
         """`sequences`: for each query its blocks, and how many tokens it sees."""
-        blocks = [block for table, _ in sequences for block in table]
-        first, span = min(blocks), max(blocks) - min(blocks) + 1
-        # One stretch of the pool is read in place, foreign blocks in it included, unless that would read too much or
-        # one block serves several queries: then the blocks are copied together, one for each query.
-        self.stretch = slice(first, first + span) if len(set(blocks)) == len(blocks) > span // 2 else None
-        if self.stretch is None:
-            places, count = list(range(len(blocks))), len(blocks)
-            self.blocks = torch.tensor(blocks, device=device)
-        else:
-            places, count = [block - first for block in blocks], span
-        longest = max(len(table) for table, _ in sequences)
-        owners, order = [len(sequences)] * count, []  # a foreign block's owner is one beyond the last
-        spots, seen = [0] * count, 0
+        batch, longest = len(sequences), max(len(table) for table, _ in sequences)
+        wanted: dict[int, list[int]] = {}  # block: where its scores belong, query * longest + place in the table
         for row, (table, _) in enumerate(sequences):
-            mine = places[seen : seen + len(table)]
-            seen += len(table)
-            for spot, place in enumerate(mine):
-                owners[place], spots[place] = row, row * longest + spot
-            order += mine + [mine[0]] * (longest - len(mine))
-        self.owners = torch.tensor(owners, device=device)
-        self.queries = self.owners.clamp(max=len(sequences) - 1)
-        self.order, self.spots = torch.tensor(order, device=device), torch.tensor(spots, device=device)
+            for spot, block in enumerate(table, row * longest):
+                wanted.setdefault(block, []).append(spot)
+        nobody, order, made = batch * longest, [0] * (batch * longest + 1), 0
+        self.groups = []  # one product for all blocks with equally many users: blocks, queries, weights, owners
+        for users in sorted({len(spots) for spots in wanted.values()}):
+            blocks = [block for block, spots in wanted.items() if len(spots) == users]
+            first, end = min(blocks), max(blocks) + 1
+            if 2 * len(blocks) > end - first:  # one stretch of the pool is read in place, with what else lies in it
+                which, blocks = slice(first, end), range(first, end)
+            else:  # that would read too much: the blocks are copied together
+                which = torch.tensor(blocks, device=device)
+            spots = [wanted[b] if len(wanted.get(b, ())) == users else [nobody] * users for b in blocks]
+            for spot in (spot for some in spots for spot in some):
+                order[spot], made = made, made + 1
+            spots = torch.tensor(spots, device=device)  # [blocks, users]
+            owners = spots // longest  # of a foreign block one beyond the last
+            self.groups.append((which, owners.clamp(max=batch - 1), spots.clamp(max=nobody - 1), owners.flatten()))
+        self.order = torch.tensor(order[:nobody], device=device)
         lengths = torch.tensor([length for _, length in sequences], device=device)
         self.hidden = (
             torch.arange(longest * block_size, device=device) >= lengths[:, None, None]
@@ -278,16 +277,19 @@ class DecodePlan:
     def attend(self, q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
         """q [B, n_heads, D], keys and values [num_blocks, n_kv_heads, block_size, D] -> [B, n_heads, D]."""
         (batch, heads, dim), (_, kv_heads, size, _) = q.shape, keys.shape
-        if self.stretch is None:
-            keys, values = keys[self.blocks], values[self.blocks]
-        else:
-            keys, values = keys[self.stretch], values[self.stretch]
-        grouped = (q * dim**-0.5).view(batch, kv_heads, heads // kv_heads, dim)[self.queries]  # [blocks, kv, group, D]
-        scores = grouped @ keys.transpose(-1, -2)  # [blocks, kv, group, size]
-        scores = scores.view(-1, heads, size)[self.order].view(batch, -1, heads, size)
+
+        def product(rows, blocks):  # [blocks, users, heads, X], [blocks, kv, X, Y] -> [blocks * users, heads, Y]
+            rows = rows.view(len(blocks), -1, kv_heads, heads // kv_heads, rows.shape[-1]).transpose(1, 2)
+            found = rows.reshape(len(blocks), kv_heads, -1, rows.shape[-1]) @ blocks  # [blocks, kv, users * group, Y]
+            return found.view(*rows.shape[:4], -1).transpose(1, 2).reshape(-1, heads, blocks.shape[-1])
+
+        scaled = q * dim**-0.5
+        scores = [product(scaled[queries], keys[which].transpose(-1, -2)) for which, queries, _, _ in self.groups]
+        scores = torch.cat(scores)[self.order].view(batch, -1, heads, size)
         scores = scores.transpose(1, 2).reshape(batch, heads, -1)  # [B, heads, longest * size]
         weights = scores.masked_fill_(self.hidden, -torch.inf).softmax(-1)
-        weights = weights.view(batch, heads, -1, size).transpose(1, 2).reshape(-1, heads, size)[self.spots]
-        parts = weights.view(-1, kv_heads, heads // kv_heads, size) @ values  # [blocks, kv, group, D]
-        out = q.new_zeros(batch + 1, heads * dim)
-        return out.index_add_(0, self.owners, parts.reshape(-1, heads * dim))[:batch].view(batch, heads, dim)
+        weights = weights.view(batch, heads, -1, size).transpose(1, 2).reshape(-1, heads, size)
+        out = q.new_zeros(batch + 1, heads, dim)  # the last row is nobody's
+        for which, _, spots, owners in self.groups:
+            out.index_add_(0, owners, product(weights[spots], values[which]))
+        return out[:batch]

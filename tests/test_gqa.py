@@ -307,9 +307,32 @@ def test_numbers_in_the_chapter_are_what_the_formulas_give():
         f"costs {words[round((47.1 - 46.6) / (47.2 - 47.1))]} times as much",
         f"fell from 47 to 3.9 ms, {47 / 3.9:.0f} times faster",
         f"A step read {14 + 1} GB and now reads {14 + 1 / 4}: {(15 / 14.25 - 1) * 100:.0f}% faster",
+        f"judge them on the first {5 * ModelConfig.preset('tiny-mha').max_context:,} tokens of the other",
+        f"one head in place of 64 makes the cache on each of 8 chips {64 // 8} times smaller",
         f"head 3 reads head 3 // 4 = {3 // 4}. Dealt out in turn it would read 3 mod 2 = {3 % 2}",
     ):
         assert phrase in text, phrase
     tiny = train.RECIPES["tiny"]
     assert c.steps * 2 == tiny.steps and "for half as many steps" in text
     assert replace(c, steps=tiny.steps) == tiny, "the same recipe otherwise"
+
+
+def test_what_the_chapter_says_of_its_few_steps_of_uptraining_is_so():
+    """B4: the start of the test text is harder than its average, and the few steps help one head, not eight."""
+    from minillm.tokenizer import load_tokenizer
+
+    recorded = json.loads((ROOT / "book" / "measurements" / "grouped_heads.json").read_text(encoding="utf-8"))
+    whole = recorded["values"]["gqa_test_loss_8_heads_step_0"]["value"]
+    eight, encode = load_model("tiny-mha", "cpu", "float32"), load_tokenizer("tiny").encode
+    texts = {name: (train.HERE / f"{name}.txt").read_text(encoding="utf-8") for name in ("validation", "test")}
+    validation, start = (
+        torch.tensor(encode(texts[name][: 8 * n * 512])[: n * 512 + 1]) for name, n in (("validation", 8), ("test", 5))
+    )
+    changes = []
+    for model in (eight, gqa.convert(eight, 1)):
+        before = train.cross_entropy(model, start, 512)
+        learned = gqa.uptrain(model, validation, 8, learning_rate=3e-4, batch=2, context=256, dropout=0.0)
+        changes.append(train.cross_entropy(learned, start, 512) - before)
+        if model is eight:
+            assert before > whole + 0.1
+    assert changes[1] < -0.03 and changes[0] > -0.01
