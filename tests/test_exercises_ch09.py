@@ -9,6 +9,8 @@ from minillm.lab.checks import Draw
 
 CHAPTER = "09_disaggregation"
 BUILT = {"overlap": ch09.left_to_wait, "split": ch09.best_split}
+FLOORED = "int(gpus * decode_rate / (decode_rate + 1 / prefill))"
+BATCH = "max(b for b in range(1, limit + 1) if base + each * b <= tpot)"
 WRONG_BUILT = [
     ("overlap", [("return free - computed", "return free")], "when everything has left"),
     ("overlap", [("max(computed, free) + t", "free + t"), ("free - computed", "free")], "only when all is computed"),
@@ -16,6 +18,8 @@ WRONG_BUILT = [
      "before it is computed"),
     ("overlap", [("max(computed, free) + t", "computed + t")], "others may still be in front"),
     ("overlap", [("max(computed, free) + t", "free + t")], "cannot be negative"),
+    ("overlap", [("return free - computed", "return max(transfer[-1], sum(transfer) - sum(compute[1:]))")],
+     "stand idle between layers"),
     ("overlap", [("    computed = free = 0.0", "    layers = len(compute)\n    return max(sum(transfer) / layers, "
                   "sum(transfer) - sum(compute) * (layers - 1) / layers)")], "for equal layers"),
     ("split", [("return best, gpus - best", "return gpus - best, best")], "come first in the pair"),
@@ -34,6 +38,9 @@ WRONG_BUILT = [
     ("split", [("range(1, gpus), key", "range(gpus - 1, 0, -1), key")], "fewer prefill GPUs"),
     ("split", [("max(range(1, gpus), key=served)",
                 "min(gpus - 1, max(1, round(gpus * decode_rate / (decode_rate + 1 / prefill))))")], "try them all"),
+    ("split", [("max(range(1, gpus), key=served)", FLOORED)], "rounding the ratio down .*try them all"),
+    ("split", [(BATCH, "min(limit, round((tpot - base) / each))")], "longer than tpot"),
+    ("split", [(BATCH, "min(limit, -int((base - tpot) // each))")], "longer than tpot"),
     ("split", [("range(1, gpus), key", "range(2, gpus + 1), key")], "should be"),
 ]  # fmt: skip
 RIGHT = {
@@ -44,6 +51,7 @@ WRONG_NUMBERS = [  # check, which argument is wrong, the wrong value, what the m
     (ch09.send, 0, 262.1, "size: .*one of these factors is missing"),
     (ch09.send, 0, 16.384, "size: .*one layer"),
     (ch09.send, 0, 0.131, "size: .*one token"),
+    (ch09.send, 0, 65.5, "size: .*one key/value head"),
     (ch09.send, 0, 500.0, "size: .*MiB"),
     (ch09.send, 1, 5.24, "transfer: .*in bits"),
     (ch09.send, 1, 0.0419, "transfer: .*seconds"),

@@ -7,6 +7,8 @@ import re
 import subprocess
 import sys
 import xml.etree.ElementTree as ElementTree
+from decimal import Decimal
+from fractions import Fraction
 from html.parser import HTMLParser
 from itertools import combinations, product
 from pathlib import Path
@@ -23,6 +25,7 @@ import minillm.naive
 from minillm import lab
 from minillm.config import ModelConfig
 from minillm.lab import checks, source, style, svg, tables, timing
+from minillm.lab.answers import work_out
 
 explore = importlib.import_module("minillm.lab.explore")  # lab.explore itself is the function
 ALT = "Time per token grows with the length of the sequence"
@@ -768,6 +771,34 @@ def test_a_right_number_passes(capsys):
     assert capsys.readouterr().out == "✓ KV per token: 24,600 bytes\n"
     with pytest.raises(checks.NotAnswered, match="not answered yet"):
         checks.number(..., 24_576)
+
+
+@pytest.mark.parametrize("form", [Fraction, Decimal, np.array, np.float32, torch.tensor, np.atleast_1d])
+def test_a_number_may_come_in_any_form(form, capsys):
+    """Python 3.11 cannot format a fraction, and an array of one value is a number as well."""
+    checks.number(form(20.97), 20.97)
+    work_out("x", form(20.97), 20.97, {3.0: "three"})
+    assert capsys.readouterr().out == "✓ your number: 20.97\n✓ x: 20.97\n"
+    with pytest.raises(checks.CheckFailed, match=r"21\.5 is not right; it is too large"):
+        checks.number(form(21.5), 20.97)
+    with pytest.raises(checks.CheckFailed, match=r"x: 3 is not right; three"):
+        work_out("x", form(3), 20.97, {3.0: "three"})
+    assert checks.difference(0.5, form(0.5)) is None
+    assert checks.difference(0.5, form(0.75)) == "the result should be 0.5, got 0.75"
+
+
+@pytest.mark.parametrize("answer", [np.array([1.0, 2.0]), np.bool_(True), 1j, torch.tensor(True), Decimal("NaN")])
+def test_what_is_no_number_is_still_refused(answer):
+    with pytest.raises(checks.CheckFailed, match="expected a number|not a finite number"):
+        checks.number(answer, 1.0)
+
+
+def test_the_input_of_a_failure_is_long_enough_to_be_tried_again():
+    long = list(range(100, 200))
+    with pytest.raises(checks.CheckFailed) as failed:
+        checks.check(lambda values: sum(values), lambda values: 0, [(long,)], name="total")
+    assert str(long) in str(failed.value)
+    assert len(checks.describe(long)) < 100 and len(checks.describe(long, most=300)) < 350
 
 
 def test_a_conclusion_is_checked(capsys):

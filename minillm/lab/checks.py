@@ -14,7 +14,9 @@ import random
 import re
 import traceback
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from decimal import Decimal
 
+import numpy as np
 import torch
 
 # Slips of unit: the factor between the two numbers, and the question to ask oneself.
@@ -149,8 +151,8 @@ def difference(expected, given, tolerance: float = 1e-4, where: str = "the resul
 
 
 def number_difference(expected, given, tolerance: float, where: str) -> str | None:
-    """Difference of two real numbers; a tensor of one value counts as its number."""
-    given = given.item() if isinstance(given, torch.Tensor) and given.numel() == 1 else given
+    """Difference of two real numbers, in whatever form the second one comes."""
+    given = plain(given)
     if isinstance(given, bool) or not isinstance(given, numbers.Real):
         return f"{where} should be a number, got {describe(given)}"
     if math.isnan(given) and not math.isnan(expected):
@@ -159,6 +161,15 @@ def number_difference(expected, given, tolerance: float, where: str) -> str | No
     both_nan = math.isnan(given) and math.isnan(expected)
     near_zero = not isinstance(expected, int) and expected == 0 and abs(given) <= tolerance
     return None if close or both_nan or near_zero else f"{where} should be {expected:.6g}, got {given:.6g}"
+
+
+def plain(value):
+    """A real number as an int or a float, if `value` is one: a fraction, a decimal, a tensor of one value, too."""
+    if isinstance(value, torch.Tensor | np.ndarray) and math.prod(value.shape) == 1:
+        value = value.item()
+    if isinstance(value, bool | int):
+        return value
+    return float(value) if isinstance(value, numbers.Real | Decimal) else value
 
 
 def tensor_difference(expected: torch.Tensor, given, tolerance: float, where: str) -> str | None:
@@ -201,7 +212,7 @@ def number(answer, expected: float, *, unit: str = "", tolerance: float = 0.01, 
     """Check a number that was worked out; relative `tolerance`. A slip of unit is named in the message."""
     if answer is None or answer is ...:
         raise NotAnswered(f"not answered yet: {name}")
-    answer = answer.item() if isinstance(answer, torch.Tensor) and answer.numel() == 1 else answer
+    answer = plain(answer)
     if isinstance(answer, bool) or not isinstance(answer, numbers.Real):
         raise CheckFailed(f"{name}: expected a number{in_unit(unit)}, got {describe(answer)}")
     if not math.isfinite(answer):
@@ -252,8 +263,8 @@ def short(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def describe(value) -> str:
-    """A value in a few words: small ones in full, large ones by shape or length."""
+def describe(value, most: int = 80) -> str:
+    """A value in a few words: small ones in full, tensors by shape, anything longer than `most` characters cut."""
     if isinstance(value, torch.Tensor):
         shape = f"a {short(value.dtype)} tensor of shape {list(value.shape)}"
         if value.numel() > 8:
@@ -266,15 +277,15 @@ def describe(value) -> str:
     if isinstance(value, (list, tuple)) and any(isinstance(item, torch.Tensor) for item in value):
         return f"[{', '.join(map(describe, value[:4]))}{', ...' if len(value) > 4 else ''}]"
     text = repr(value)
-    text = text if len(text) <= 80 else f"{text[:60]}... ({len(text)} characters)"
+    text = text if len(text) <= most else f"{text[: most - 20]}... ({len(text)} characters)"
     return f"{text} ({type(value).__name__})" if isinstance(value, (str, list, tuple, dict)) else text
 
 
 def describe_call(reference: Callable, case) -> str:
-    """The arguments of a case, each with the name that the reference gives it."""
+    """The arguments of a case, each with the name that the reference gives it, long enough to be tried again."""
     if not isinstance(case, Mapping):
         try:
             case = inspect.signature(reference).bind(*case).arguments
         except (TypeError, ValueError):
             case = {f"argument {i}": value for i, value in enumerate(case)}
-    return ", ".join(f"{name} = {describe(value)}" for name, value in case.items())
+    return ", ".join(f"{name} = {describe(value, most=600)}" for name, value in case.items())

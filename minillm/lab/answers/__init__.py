@@ -9,7 +9,6 @@ from __future__ import annotations
 import copy
 import functools
 import math
-import numbers
 from collections.abc import Callable, Iterable, Mapping
 
 from minillm.lab import checks
@@ -59,7 +58,8 @@ def work_out(
 
     `mistakes` maps wrong numbers to what leads to them. Prints one line, or raises `checks.CheckFailed`.
     """
-    if isinstance(answer, numbers.Real) and not math.isclose(answer, expected, rel_tol=tolerance):
+    answer = checks.plain(answer)
+    if isinstance(answer, int | float) and not math.isclose(answer, expected, rel_tol=tolerance):
         for wrong, remark in mistakes.items():
             if math.isclose(answer, wrong, rel_tol=tolerance):
                 raise checks.CheckFailed(f"{name}: {f'{answer:,.6g} {unit}'.strip()} is not right; {remark}")

@@ -20,21 +20,24 @@ class Job:
 
 
 class WatchedPool(BlockPool):
-    """A pool that counts the blocks that were given back."""
+    """A pool that remembers the blocks that were given back."""
 
-    given_back = 0
+    def __init__(self, num_blocks: int, block_size: int):
+        super().__init__(num_blocks, block_size)
+        self.given_back: set[int] = set()
 
     def free(self, blocks: Iterable[int]) -> None:
         """As in `BlockPool`."""
         blocks = list(blocks)
         super().free(blocks)
-        self.given_back += len(blocks)
+        self.given_back |= set(blocks)
 
 
 def schedule_cases(draw: Draw) -> Iterator[tuple]:
     """(blocks, block size, batch size, jobs): each job is (step of arrival, prompt, tokens to make). All fit alone."""
     yield 4, 4, 2, [(0, 3, 2)]
     yield 2, 4, 2, [(0, 4, 3), (0, 1, 2)]
+    yield 2, 4, 2, [(0, 4, 3), (1, 1, 2)]  # the newcomer must not take what the other one needs
     yield 2, 4, 1, [(0, 8, 1)]  # all blocks for one
     yield 9, 1, 3, [(0, 2, 6), (0, 2, 6), (1, 2, 6)]
     yield 40, 2, 3, [(0, 3, 9), (0, 2, 2), (1, 4, 3), (1, 2, 5)]
@@ -59,7 +62,7 @@ def drive(answer: Callable, num_blocks: int, block_size: int, batch_size: int, j
             if step >= max(arrival for arrival, _, _ in jobs):
                 return ""
             continue
-        before, pool.given_back = list(running), 0
+        before, pool.given_back = {job: list(job.blocks) for job in running}, set()
         granted = answer(waiting, running, pool, batch_size)
         if granted is None or granted is ...:
             return None
@@ -79,6 +82,11 @@ def broken(granted, before, waiting, running, pool: WatchedPool, batch_size: int
     """The first rule that a step breaks, in words; "" if it keeps them all."""
     if not isinstance(granted, (list, tuple)):
         return f"the jobs of the step should be a list, got {checks.describe(granted)}"
+    for name, items in (("the list of the step", granted), ("waiting", waiting), ("running", running)):
+        if strange := [item for item in items if not isinstance(item, Job)]:
+            return f"{name} should hold the jobs themselves, got {checks.describe(strange[0])}"
+    if strange := [job for job in alive if not isinstance(job.blocks, list)]:
+        return f"the blocks of job {strange[0].number} should be a list, got {checks.describe(strange[0].blocks)}"
     numbers = {name: [job.number for job in jobs] for name, jobs in (("w", waiting), ("r", running), ("g", granted))}
     everybody, expected = sorted(numbers["w"] + numbers["r"]), sorted(job.number for job in alive)
     if lost := set(expected) - set(everybody):
@@ -106,6 +114,11 @@ def broken(granted, before, waiting, running, pool: WatchedPool, batch_size: int
 
 def unfair(before, waiting, running, pool: WatchedPool, batch_size: int) -> str:
     """What is wrong with the order, or wasted; "" if nothing is."""
+    for job in before:
+        if job in running and pool.given_back & set(before[job]):
+            return f"job {job.number} was preempted and joined again in the same step: it could have stayed"
+        if job in running and job.blocks[: len(before[job])] != before[job]:
+            return f"job {job.number} runs on and should keep its blocks {before[job]}, in order; it has {job.blocks}"
     order = [job.number for job in (*sorted(running, key=lambda job: job.number), *waiting)]
     if order != sorted(order):
         return (
@@ -120,6 +133,7 @@ def unfair(before, waiting, running, pool: WatchedPool, batch_size: int) -> str:
         if job in preempted and need <= pool.num_blocks:
             return f"job {job.number} was preempted, though there were blocks enough for it and all who are older"
     spare = pool.num_free - len(running) - 1  # whoever keeps a block for everybody's next token is right as well
+    spare = spare if running else pool.num_free
     if waiting and not preempted and len(running) < batch_size and pool.blocks_for(waiting[0].tokens) <= spare:
         return f"job {waiting[0].number} could have joined: there are a place and {pool.num_free} free blocks"
     return ""

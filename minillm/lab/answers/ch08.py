@@ -7,12 +7,14 @@ import inspect
 from collections.abc import Callable, Iterator, Sequence
 
 from minillm.lab.answers import build, work_out
-from minillm.lab.checks import CheckFailed, Draw, choice
+from minillm.lab.answers.ch08_evict import EVICT_MISTAKES, evict_cases, right_evict
+from minillm.lab.checks import CheckFailed, Draw, choice, plain
 
 # Conditions of "The hits of a chat". The exercise states them in words, and a test compares.
 TURNS, MESSAGE, REPLY, BLOCK, PREFILL_SHARE = 4, 300, 100, 16, 0.5
 # And of "A queue that thrashes": requests, different starts, starts that the pool holds.
 REQUESTS, STARTS, ROOM = 40, 5, 4
+BACK = 70  # % found there and back; a test plays it
 
 Tree = dict[tuple, tuple]  # first block's tokens -> (tokens of the whole run, the tree below)
 
@@ -195,80 +197,10 @@ def evict(answer: Callable) -> None:
     build("evict", answer, right_evict, evict_cases, EVICT_MISTAKES)
 
 
-def right_evict(nodes: dict[str, tuple], count: int, *, wrong: str = "") -> list[str]:
-    """Block by block, from the unlocked leaf that was used least recently; `wrong` names a slip."""
-    left, gone = {name: blocks for name, (_, blocks, _, _) in nodes.items()}, []
-    leaves_at_start = {name for name in nodes if name not in {parent for parent, *_ in nodes.values()}}
-    while len(gone) < count:
-        inner = {nodes[name][0] for name in left} if wrong != "inner nodes" else set()
-        allowed = [
-            name
-            for name in left
-            if name not in inner
-            and (wrong == "locks" or not nodes[name][3])
-            and (wrong != "leaves once" or name in leaves_at_start)
-        ]
-        if not allowed:
-            break
-        pick = max if wrong == "newest" else min
-        name = pick(allowed, key=lambda name: nodes[name][1] if wrong == "smallest" else nodes[name][2])
-        taken = left[name] if wrong == "whole nodes" else 1
-        gone += [name] * taken
-        left[name] -= taken
-        if not left[name]:
-            del left[name]
-    return gone
-
-
-def evict_cases(draw: Draw) -> Iterator[tuple]:
-    """One leaf; a chain; two branches of unlike age; locks; more asked than there is; then random trees."""
-    yield {"a": (None, 3, 5, 0)}, 2
-    yield {"a": (None, 2, 9, 0), "b": ("a", 1, 9, 0)}, 2
-    yield {"a": (None, 1, 1, 0), "b": ("a", 3, 8, 0), "c": ("a", 2, 4, 0)}, 3
-    yield {"a": (None, 2, 7, 1), "b": ("a", 2, 7, 1), "c": ("a", 3, 2, 0)}, 9
-    yield {"a": (None, 1, 3, 0), "b": (None, 4, 2, 2), "c": (None, 1, 6, 0)}, 5
-    yield {"a": (None, 2, 3, 0)}, 0
-    yield {"a": (None, 2, 1, 0), "b": ("a", 1, 5, 0), "c": (None, 3, 4, 0)}, 5
-    for _ in range(12):
-        yield random_tree(draw), draw.randrange(1, 12)
-
-
-def random_tree(draw: Draw) -> dict[str, tuple]:
-    """Nodes a to h: a parent was used at least as late as what is below it, and is locked if that is."""
-    names = "abcdefgh"[: draw.randrange(3, 9)]
-    parents = {name: draw.choice([None, *names[:index]]) for index, name in enumerate(names)}
-    used = dict(zip(names, draw.sample(range(1, 50), len(names)), strict=True))
-    locked = dict.fromkeys(names, 0)
-    for name in reversed(names):
-        if parents[name] is not None:
-            used[parents[name]] = max(used[parents[name]], used[name])
-    for name in names:
-        if draw.random() < 0.25:
-            at = name
-            while at is not None:
-                locked[at] += 1
-                at = parents[at]
-    return {name: (parents[name], draw.randrange(1, 4), used[name], locked[name]) for name in names}
-
-
-def evict_slip(slip: str) -> Callable:
-    """`right_evict` with one slip."""
-    return lambda nodes, count: right_evict(nodes, count, wrong=slip)
-
-
-EVICT_MISTAKES = {
-    "a node with locks is in use: a request would read what another writes there": evict_slip("locks"),
-    "only a leaf may lose blocks: what follows a start cannot be found without it": evict_slip("inner nodes"),
-    "the least recently used goes first; this is the most recently used": evict_slip("newest"),
-    "go by the time of last use, not by the size": evict_slip("smallest"),
-    "take blocks one by one, and stop when there are enough: this empties whole nodes": evict_slip("whole nodes"),
-    "a node whose last child is gone is a leaf from then on": evict_slip("leaves once"),
-}
-
-
-def thrash(cyclic: float, one_more: float, together: float, conclusion: str) -> None:
+def thrash(cyclic: float, there_and_back: float, together: float, conclusion: str) -> None:
     """Exercise "A queue that thrashes": hit rates of three settings in %, and what explains them."""
-    if isinstance(cyclic, (int, float)) and not isinstance(cyclic, bool) and cyclic != 0:
+    cyclic = plain(cyclic)
+    if isinstance(cyclic, int | float) and not isinstance(cyclic, bool) and cyclic != 0:
         at_random = 100 * ROOM / STARTS
         why = "four of five starts are in the pool at any time, but are they those that come next?"
         raise CheckFailed(
@@ -276,20 +208,31 @@ def thrash(cyclic: float, one_more: float, together: float, conclusion: str) -> 
         )
     work_out("cyclic", cyclic, 0, {}, unit="%")
     once = 100 * (1 - STARTS / REQUESTS)
-    for name, given in (("one_more", one_more), ("together", together)):
-        work_out(
-            name,
-            given,
-            once,
-            {
-                100: "each start must be computed once",
-                100 * (1 - 1 / STARTS): "each start is computed once in all 40 requests, not once in five",
-                once / 100: "a rate in % is asked for",
-                100 * STARTS / REQUESTS: "that is the share that is computed",
-                0: "run the experiment with this setting",
-            },
-            unit="%",
-        )
+    work_out(
+        "there_and_back",
+        there_and_back,
+        BACK,
+        {
+            BACK / 100: "a rate in % is asked for",
+            100 - BACK: "that is the share that is computed",
+            once: "each end is asked for twice in a row, but the start furthest from it has been evicted by then",
+            0: "run the experiment with this order",
+        },
+        unit="%",
+    )
+    work_out(
+        "together",
+        together,
+        once,
+        {
+            100: "each start must be computed once",
+            100 * (1 - 1 / STARTS): "each start is computed once in all 40 requests, not once in five",
+            once / 100: "a rate in % is asked for",
+            100 * STARTS / REQUESTS: "that is the share that is computed",
+            0: "run the experiment with this setting",
+        },
+        unit="%",
+    )
     reasons = {
         "the one that is needed next is evicted": "",
         "four fifths of the starts are in the pool": "they are, and still nothing is found: which one is missing?",

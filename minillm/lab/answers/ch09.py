@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable, Iterator, Sequence
 
 from minillm.lab.answers import build, work_out
@@ -63,6 +64,7 @@ def prompt_size(size: float, token: int, whole: int) -> None:
         {
             whole / 2e6: "keys and values are two, and 16 bits are two bytes: one of these factors is missing",
             whole / LAYERS / 1e6: "that is one layer; every layer has its own",
+            whole / KV_HEADS / 1e6: "that is one key/value head; there are eight",
             token / 1e6: "that is one token",
             whole / 2**20: "that is MiB; an MB is 10⁶ bytes",
             whole * 8 / 1e6: "that is Mb; bytes are asked for",
@@ -109,6 +111,7 @@ WAIT_MISTAKES = {
     "that sends only when all is computed: a layer can leave while the next ones are computed": lambda c, t: sum(t),
     "the wait cannot be negative: a layer cannot leave before it is computed": lambda c, t: sum(t) - sum(c),
     "a layer cannot leave before it is computed": lambda c, t: max(0.0, sum(t) - sum(c)),
+    "the link can stand idle between layers: go through them one by one": lambda c, t: max(t[-1], sum(t) - sum(c[1:])),
     "the last layer leaves after its computation, but others may still be in front of it": lambda c, t: t[-1],
     "the formula is for equal layers: go through them one by one": formula,
 }
@@ -131,6 +134,8 @@ def right_split(gpus, prefill, tokens, base, each, limit, tpot, *, wrong: str = 
     )
     while (batch < limit or wrong == "no limit") and within(batch + 1) and batch < 100_000:
         batch += 1
+    if wrong == "over target":
+        batch = min(limit, math.ceil((tpot - base) / each))
     step = {"base only": base, "target": tpot}.get(wrong, base + each * batch)
     steps = tokens if wrong == "first token" else tokens - 1
     decode = {"one at a time": 1, "each step": batch * steps}.get(wrong, batch) / (steps * step)
@@ -142,13 +147,16 @@ def right_split(gpus, prefill, tokens, base, each, limit, tpot, *, wrong: str = 
 
     order = range(gpus - 1, 0, -1) if wrong == "ties" else range(1, gpus)
     best = max(order, key=served)
-    if wrong == "rounded":
-        best = min(gpus - 1, max(1, round(gpus * rates[1] / sum(rates))))
+    if wrong in ("rounded", "floored"):
+        balance = gpus * rates[1] / sum(rates)
+        best = min(gpus - 1, max(1, round(balance) if wrong == "rounded" else int(balance)))
     return (gpus - best, best) if wrong == "order" else (best, gpus - best)
 
 
 def split_cases(draw: Draw) -> Iterator[tuple]:
     """Some in which every slip gives another division; each edge once; then at random. Powers of two, so exact."""
+    yield 18, 0.3125, 17, 0.01953125, 0.0107421875, 16, 0.041015625  # 8.8 prefill GPUs would be the balance
+    yield 14, 0.296875, 17, 0.015625, 0.009765625, 16, 0.04248046875  # a batch of 2.75 would be on target
     yield 53, 0.078125, 9, 0.03515625, 0.00390625, 32, 0.046875  # the target limits the batch, to the bit
     yield 53, 0.140625, 9, 0.01953125, 0.0107421875, 2, 0.126953125  # its own limit does
     yield 8, 0.578125, 13, 0.0390625, 0.001953125, 8, 0.04296875  # 5.5 prefill GPUs would be the balance
@@ -162,7 +170,7 @@ def split_cases(draw: Draw) -> Iterator[tuple]:
     for _ in range(40):
         base = draw.randrange(1, 16) / 256
         each = draw.randrange(1, 16) / 1024
-        tpot = base + each * draw.randrange(1, 40)
+        tpot = base + each * (draw.randrange(1, 40) + draw.choice([0, 0.25, 0.5, 0.75]))  # few are hit to the bit
         lengths = draw.randrange(1, 64) / 64, draw.choice([2, 5, 13, 64, 129])
         gpus, rest = draw.randrange(3, 40), (lengths[1], base, each, draw.choice([1, 4, 16, 64]), tpot)
         near = {right_split(gpus, lengths[0] * factor, *rest) for factor in (1 - 1e-9, 1 + 1e-9)}
@@ -176,6 +184,10 @@ def split_slip(slip: str) -> Callable:
 
 
 SPLIT_MISTAKES = {
+    "rounding the ratio down can miss the best division: try them all": split_slip("floored"),
+    "the step of that batch is longer than tpot: the largest batch that stays within it is asked for": split_slip(
+        "over target"
+    ),
     "prefill GPUs come first in the pair": split_slip("order"),
     "the phases are mixed up: prompts limit the prefill GPUs, answers the decode GPUs": split_slip("swapped"),
     "the slower phase sets the pace: take the smaller of the two rates, not their sum": split_slip("sum"),
