@@ -4,9 +4,9 @@
 a named device (`roofline.step_cost`), advances its clock by that time, and hands back placeholder tokens. Scheduler,
 block pool and metrics are the ones of real runs, so a laptop can replay an experiment on hardware it does not have.
 
-What it leaves out makes it optimistic: kernels that reach a part of the peaks, the host's work, activations, traffic
-between GPUs. Each has its explicit argument (an efficiency, an overhead), and none is set to anything but the ideal
-unless the caller does. A simulated figure is a bound with stated assumptions, never a measurement.
+What it leaves out makes it optimistic: kernels that reach a part of the peaks, or read and compute in turn, the host's
+work, activations, traffic between GPUs. Each has its explicit argument (an efficiency, an overhead), and none is set to
+anything but the ideal unless the caller does. A simulated figure is a bound with stated assumptions, no measurement.
 """
 
 from __future__ import annotations
@@ -30,8 +30,10 @@ class SimulatedRunner:
     memory holds (`num_blocks`, with `utilization` and `reserve_bytes`). `dtype` is what the weights are stored in,
     `kv_dtype` the cache, as in `step_cost`. `overhead` is a fixed time in seconds per step, in place of the device's
     own (0 for a datasheet) if it is not None. The efficiencies are the shares of the device's bandwidth and arithmetic
-    peak that kernels are taken to reach. Raises ValueError for a share that is not above 0 and at most 1, a negative
-    overhead, a dtype that the device has no peak for, and where memory is needed and not one block fits.
+    peak that kernels are taken to reach. With `overlap` a step takes the longer of reading and computing, without it
+    their sum, as if they took turns; real kernels are in between. Raises ValueError for a share that is not above 0 and
+    at most 1, a negative overhead, a dtype that the device has no peak for, and where memory is needed and not one
+    block fits.
     """
 
     def __init__(
@@ -45,9 +47,11 @@ class SimulatedRunner:
         overhead: float | None = None,
         bandwidth_efficiency: float = 1.0,
         compute_efficiency: float = 1.0,
+        overlap: bool = True,
         utilization: float = 0.9,
         reserve_bytes: float = 0.0,
     ):
+        self.overlap = overlap
         self.config, self.dtype, self.kv_dtype = config, dtype, kv_dtype
         self.device = assume(device, config, overhead, bandwidth_efficiency, compute_efficiency)
         self.device.peak(activation_dtype(dtype))
@@ -83,7 +87,8 @@ class SimulatedRunner:
 
         The tokens mean nothing: requests should ask for a length with `ignore_eos`, as those of `make_workload` do.
         """
-        self._now += self.cost(step).time
+        cost = self.cost(step)
+        self._now += cost.time if self.overlap else cost.memory_time + cost.compute_time + cost.overhead
         return [[PLACEHOLDER] * drawn for drawn in step.samples]
 
 

@@ -102,6 +102,16 @@ def test_efficiencies_and_overhead_are_what_they_say():
     assert fewer.weight_bytes == WEIGHTS + 5120 and fewer.kv_bytes == 513 * 409_600
 
 
+def test_without_overlap_reading_and_computing_take_turns():
+    """Their sum in place of the longer one, and the overhead on top, for steps that either of them binds."""
+    assumptions = {"compute_efficiency": 0.75, "bandwidth_efficiency": 0.65, "overhead": 0.002}
+    for work in [(1, 99, 1)], [(512, 0, 1)], [(1, 99, 1), (20, 40, 0)]:
+        runner = SimulatedRunner(OPT, A100, overlap=False, **assumptions)
+        runner.execute(step(*work))
+        cost = SimulatedRunner(OPT, A100, **assumptions).cost(step(*work))
+        assert runner.now() == pytest.approx(cost.memory_time + cost.compute_time + 0.002) != pytest.approx(cost.time)
+
+
 def test_the_engine_runs_on_the_virtual_clock():
     """One request: its timeline is the sum of the steps' costs. The clock jumps to an arrival, in no real time."""
     requests = [TimedRequest(1000.0, [1, 2, 3, 4, 5], SamplingParams(max_tokens=3, ignore_eos=True))]
