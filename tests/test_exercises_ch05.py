@@ -2,10 +2,11 @@
 
 from functools import partial
 
+import pytest
 from solutions import code, prose
 
 from minillm.lab.answers import ch05
-from minillm.lab.checks import Draw
+from minillm.lab.checks import CheckFailed, Draw
 from minillm.paged_cache import BlockPool, BlockTable
 
 CHAPTER = "05_paged_cache"
@@ -231,3 +232,25 @@ def test_the_conditions_in_the_text_are_those_that_the_checks_use():
     source = code("solutions", CHAPTER)["sizes-run"]
     assert str(ch05.SIZES) in source
     assert f"randint(1, {2 * ch05.SHORT - 1})" in source and f"randint(1, {2 * ch05.LONG - 1})" in source
+
+
+def test_a_pool_that_is_made_already_is_no_class():
+    with pytest.raises(CheckFailed, match="^pool: expected a class, got <.*ListPool object"):
+        ch05.pool(ListPool(4))
+
+
+def test_a_failing_script_is_shown_as_code_that_fails_again():
+    """Up to the call that went wrong, however long the script is."""
+
+    class Forgetful(ListPool):
+        def allocate(self):
+            self.calls = getattr(self, "calls", 0) + 1
+            return super().allocate() if self.calls < 12 else 99
+
+    with pytest.raises(CheckFailed) as failed:
+        ch05.pool(Forgetful)
+    line = str(failed.value).splitlines()[1].strip()
+    *steps, last = line.split("; ")
+    namespace = {"Pool": Forgetful}
+    exec("; ".join(steps), namespace)
+    assert 99 in (given := eval(last, namespace), given[-1] if isinstance(given, list) else None)
