@@ -8,6 +8,8 @@ CHAPTER = "02_memory_bound"
 SECONDS = {1: 1.0, 2: 1.9, 4: 2.0, 8: 2.6, 16: 4.16}  # what a machine might have measured
 SKIPPED_RUNS, NAMESPACE = {"free-run"}, {"seconds": SECONDS}  # this experiment times things: nbmake runs it
 BUILT = {"largest": ch02.largest_batch}
+ROOM = '(batch + 1) * (context + 1) * config.kv_bytes_per_token("bfloat16") > room'
+FITS = 'int(room // ((context + 1) * config.kv_bytes_per_token("bfloat16")))'
 WRONG_BUILT = [
     ("largest", [('return batch, "room"', 'return batch + 1, "room"')], "one less"),
     ("largest", [("batch = 0", "batch = 1")], "the answer is 0"),
@@ -22,6 +24,11 @@ WRONG_BUILT = [
     ("largest", [("batch + 1, context)", "batch + 1, context - 1)")], "stored before the step: .*not one less"),
     ("largest", [("batch + 1, context)", "batch + 1, context + 5)")], "the result"),
     ("largest", [('batch, "time"', 'batch, "room"')], "name the limit"),
+    ("largest", [('config.weight_bytes("bfloat16")', "decode_step(config, device, 1, context).weight_bytes")],
+     "the rows of the embedding that a step does not read"),
+    ("largest", [(ROOM, "decode_step(config, device, batch + 1, context).bytes > device.memory")], "the result"),
+    ("largest", [("    while True", f"    if room < 0:\n        return {FITS}, 'room'\n    while True")],
+     r"where the weights take [\d,]+ bytes, a token's keys and values [\d,]+, and the memory .*0, not fewer"),
 ]  # fmt: skip
 
 
@@ -50,6 +57,7 @@ WRONG_NUMBERS = [  # check, which argument is wrong, the wrong value, what the m
     (ch02.bound, 1, 57.6, "rate4: .*an eighth of a bit"),
     (ch02.bound, 1, 34.9, "rate4: .*divide by 8"),
     (ch02.bound, 2, 700, "bandwidth: .*two bytes"),
+    (ch02.bound, 2, 2800, "bandwidth: .*16 bits are two$"),
     (ch02.bound, 2, 1.4, "bandwidth: .*TB/s"),
     (ch02.bound, 3, 164, "batch4: .*earlier crossover"),
     (ch02.bound, 3, 41, "batch4: .*leaves out the scales"),

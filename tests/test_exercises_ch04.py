@@ -63,10 +63,15 @@ WRONG_BUILT = [
 ]  # fmt: skip
 
 KIB = {"OPT-13B": 800, "Mistral 7B": 128, "Yi-34B": 240, "Llama 2 70B": 320, "Falcon-180B": 160}
-RIGHT = {ch04.published: (KIB, 4640, 5), ch04.sharing: (20, 20, "arithmetic")}
+RIGHT = {ch04.published: (KIB, 4640, 5), ch04.sharing: (20, 6, "arithmetic")}
 WRONG_NUMBERS = [  # check, which argument is wrong, the wrong value, what the message says
     (ch04.published, 0, KIB | {"OPT-13B": 400}, r"kib\['OPT-13B'\]: .*one of these factors is missing"),
     (ch04.published, 0, KIB | {"Mistral 7B": 512}, r"kib\['Mistral 7B'\]: .*query heads"),
+    *(
+        (ch04.published, 0, KIB | {name: kib}, rf"kib\['{name}'\]: .*one key/value head; each layer keeps 8$")
+        for name, kib in {"Mistral 7B": 16, "Yi-34B": 30, "Llama 2 70B": 40, "Falcon-180B": 20}.items()
+    ),
+    (ch04.published, 0, KIB | {"OPT-13B": 20}, "kib.*one layer, or one key/value head of each; there are 40"),
     (ch04.published, 0, KIB | {"Yi-34B": 4}, r"kib\['Yi-34B'\]: .*one layer"),
     (ch04.published, 0, KIB | {"Llama 2 70B": 327.68}, r"kib\['Llama 2 70B'\]: .*kB"),
     (ch04.published, 0, KIB | {"Falcon-180B": 163_840}, r"kib\['Falcon-180B'\]: .*bytes"),
@@ -85,9 +90,12 @@ WRONG_NUMBERS = [  # check, which argument is wrong, the wrong value, what the m
     (ch04.sharing, 0, 4, "balance: .*20 key/value heads"),
     (ch04.sharing, 0, 78, "balance: .*one key/value head"),
     (ch04.sharing, 0, 39, "balance: .*keys and values are two"),
-    (ch04.sharing, 1, 5, "limit: .*4 heads instead of 20"),
-    (ch04.sharing, 1, 19.66, "limit: 19.66 times faster is not right"),
-    (ch04.sharing, 1, "no limit", "limit: expected a number"),
+    (ch04.sharing, 1, 5, "twice: .*1.92 times as fast"),
+    (ch04.sharing, 1, 7, "twice: .*weights are larger as well"),
+    (ch04.sharing, 1, 4, "twice: .*one key/value head"),
+    (ch04.sharing, 1, 20, "twice: .*need not be that large"),
+    (ch04.sharing, 1, 6.48, "twice: 6.48 requests is not right"),
+    (ch04.sharing, 1, "none", "twice: expected a number of requests"),
     (ch04.sharing, 2, "the cache", "waits_for: .*small part"),
     (ch04.sharing, 2, "the weights", "waits_for: .*two clocks"),
     (ch04.sharing, 2, "overhead", "waits_for: 'overhead' is not one of"),
@@ -151,12 +159,12 @@ def test_the_answers_about_sharing_are_those_of_the_cost_model():
     assert (one.bound, full.bound) == ("compute", "memory")
     assert round(full.bytes / one.bytes) == 3 and round(full.time / one.time, 1) == 1.5
     assert one.weight_bytes / gpu.bandwidth < one.time / 2
-    gains = [
-        decode_step(article.with_kv_heads(20), gpu, 256, n).time
-        / decode_step(article.with_kv_heads(1), gpu, 256, n).time
-        for n in (2**15, 2**20)
-    ]
-    assert gains[0] < gains[1] < 20 and gains[1] > 19.8
+    for stored in (ch04.CONTEXT - 1, ch04.CONTEXT):
+        gains = [
+            decode_step(article.with_kv_heads(20), gpu, n, stored).time / decode_step(article, gpu, n, stored).time
+            for n in (5, 6, 20)
+        ]
+        assert gains[0] < 1.93 and gains[1] > 2.04 and gains[2] < 5
 
 
 def test_the_conditions_in_the_text_are_those_that_the_checks_use():

@@ -2,10 +2,11 @@
 
 from functools import partial
 
+import pytest
 from solutions import code, prose
 
 from minillm.lab.answers import ch05
-from minillm.lab.checks import Draw
+from minillm.lab.checks import CheckFailed, Draw
 from minillm.paged_cache import BlockPool, BlockTable
 
 CHAPTER = "05_paged_cache"
@@ -57,8 +58,23 @@ def beams_by_group(tables, parents, length, size, users, free):
     return new, copies
 
 
-OTHER_WAYS = [("pool", ListPool), ("beams", beams_by_group)]
+def beams_in_lists(*case):
+    """Lists all the way: `[tables, copies]`, and each pair a list."""
+    new, copies = beams_by_group(*case)
+    return [tuple(table) for table in new], [list(pair) for pair in copies]
+
+
+OTHER_WAYS = [
+    ("pool", ListPool), ("beams", beams_by_group), ("beams", beams_in_lists),
+    ("beams", lambda *case: list(beams_by_group(*case))),
+]  # fmt: skip
 DROP = "            users[block] -= 1\n            if users[block] == 0:\n                free.append(block)\n"
+POP, ALONE = "            self.queue.pop(block, None)\n", "        if not self.queue:\n"
+SKIPPING = (
+    "        while self.queue and self.users[next(iter(self.queue))]:\n"
+    f"            del self.queue[next(iter(self.queue))]\n{ALONE}"
+)
+CHAINED = "copies.append((copies[-1][1] if copies and copies[-1][0] == source else source, target))"
 # Case E1, as a reader would make it.
 WRONG_BUILT = [
     ("pool", [("next(iter(self.queue))", "list(self.queue)[-1]")], "free for longest"),
@@ -68,9 +84,20 @@ WRONG_BUILT = [
     ("pool", [("            self.queue.pop(block, None)\n", "")], "take it out of the queue"),
     ("pool", [("self.users[block] += 1", "self.users[block] = 1")], r"num_free\(\) should be"),
     ("pool", [("        self.users[block] = 1\n", "")], "num_free|should give"),
-    ("pool", [("        if not self.queue:\n            return None\n", "")], "raised StopIteration"),
+    (
+        "pool",
+        [("        if not self.queue:\n            return None\n", "")],
+        r"raised StopIteration: .*after p = Pool\(2\)",
+    ),
     ("pool", [("return len(self.queue)", "return sum(self.users)")], r"num_free\(\) should be"),
     ("pool", [("return len(self.queue)", "return sum(not n for n in self.users) + 1")], r"num_free\(\) should be"),
+    (
+        "pool",
+        [(POP, ""), (ALONE, SKIPPING), ("return len(self.queue)", "return self.users.count(0)")],
+        r"p = Pool\(3\); \[p.allocate\(\) for _ in range\(2\)\]; p.free\(\[0\]\); p.fork\(\[0\]\).*keeps its old place",
+    ),
+    ("pool", [("reversed(blocks)", "sorted(blocks, reverse=True)")], "by their numbers"),
+    ("beams", [("copies.append((source, target))", CHAINED)], "copies are made at once"),
     ("beams", [("list(tables[parent])", "tables[parent]")], "."),
     ("beams", [("        elif users[table[-1]] > 1:", "        elif False:")], "which another beam uses too"),
     ("beams", [("        elif users[table[-1]] > 1:", "        else:")], "copies where .* will do"),
@@ -88,11 +115,15 @@ WRONG_BUILT = [
     ),
     ("beams", [("tables[parent]) for parent in parents", "table) for table in tables")], "no longer reads token"),
     ("beams", [("return new_tables, copies", "return new_tables")], "two lists"),
-    ("beams", [("return new_tables, copies", "return new_tables, [list(pair) for pair in copies]")], "as pairs"),
+    (
+        "beams",
+        [("return new_tables, copies", "return new_tables, [tuple(pair) + (0,) for pair in copies]")],
+        "as pairs",
+    ),
 ]
 RIGHT = {
     ch05.waste: (15.5, 4.91, 85.4, 16),
-    ch05.block_size: (8, 32, 15, "short answers need small blocks"),
+    ch05.block_size: (142.5, 128, 8, "short answers need small blocks"),
 }
 WRONG_NUMBERS = [  # check, which argument is wrong, the wrong value, what the message says
     (ch05.waste, 0, 16, "last: .*at least one token"),
@@ -104,20 +135,24 @@ WRONG_NUMBERS = [  # check, which argument is wrong, the wrong value, what the m
     (ch05.waste, 1, 95.1, "paged: .*part in use"),
     (ch05.waste, 2, 14.6, "reserved: .*part in use"),
     (ch05.waste, 2, 0.854, "reserved: .*percent"),
+    (ch05.waste, 1, 5, "paged: 5 % is not right; it is too large$"),
+    *((ch05.waste, 2, percent, f"reserved: {percent} % is not right; it is too ") for percent in (84.6, 85, 86.1)),
     (ch05.waste, 3, 32, "largest: .*4.9%"),
     (ch05.waste, 3, 8, "largest: .*stay below"),
     (ch05.waste, 3, 25, "largest: .*no power of two"),
-    (ch05.block_size, 0, 16, "short: .*above 5%"),
-    (ch05.block_size, 0, 4, "short: .*stays below"),
-    (ch05.block_size, 0, 32, "short: .*other column"),
-    (ch05.block_size, 0, 8.5, "short: .*whole number"),
-    (ch05.block_size, 1, 64, "long: .*above 5%"),
-    (ch05.block_size, 1, 8, "long: .*other column"),
-    (ch05.block_size, 2, 7.5, "worst: .*average over all lengths"),
-    (ch05.block_size, 2, 16, "worst: .*one token is in"),
-    (ch05.block_size, 2, 1, "worst: .*how many are empty"),
+    (ch05.block_size, 0, 150, "mean: .*7.5 of them hold no token"),
+    (ch05.block_size, 0, 285, "mean: .*worst last block"),
+    (ch05.block_size, 0, 300, "mean: .*worst last block"),
+    (ch05.block_size, 0, 80, "mean: 80 tokens is not right; it is too small$"),
+    (ch05.block_size, 1, 16, "at250: .*every last block is filled alike"),
+    (ch05.block_size, 1, 8, "at250: .*that is for 258 tokens"),
+    (ch05.block_size, 1, 64, "at250: .*next size"),
+    (ch05.block_size, 1, 256, "at250: .*ends at 128"),
+    (ch05.block_size, 2, 16, "at258: .*every last block is filled alike"),
+    (ch05.block_size, 2, 128, "at258: .*that is for 250 tokens"),
+    (ch05.block_size, 2, 4, "at258: .*next size"),
     (ch05.block_size, 3, "long answers need small blocks", "conclusion: .*weigh less"),
-    (ch05.block_size, 3, "the length does not matter", "conclusion: .*compare the two columns"),
+    (ch05.block_size, 3, "the length does not matter", "conclusion: .*compare the first two columns"),
 ]
 SLIPS = {slip: ch05.with_script(partial(ch05.RightPool, slip=slip)) for slip in ch05.POOL_SLIPS}
 MISTAKES = [(ch05.pool_cases, SLIPS)]
@@ -162,16 +197,26 @@ def test_the_pool_of_the_reference_counts_as_the_engine_does():
 
 
 def test_the_experiment_gives_the_answers_of_the_formula():
-    """Sequences of 1 to 159 and 1 to 999 tokens: the largest sizes below the limit are those of the check."""
+    """Sequences of 1 to 159 and 1 to 999 tokens, and those that waste 5 percent; and what 250 tokens each leave."""
     for tokens in (ch05.SHORT, ch05.LONG):
-        for size in (1, 2, 4, 8, 16, 32, 64):
+        for size in ch05.SIZES:
             lengths = range(1, 2 * tokens)
             held = sum(-(-length // size) * size for length in lengths)
             found = 100 * (1 - sum(lengths) / held)
             expected = ch05.waste_of(tokens, size)
             assert abs(found - expected) < 0.08 * expected + 1e-9
             assert (found < ch05.ALLOWED) == (size <= ch05.largest_size(tokens, ch05.ALLOWED))
-            assert abs(found - ch05.ALLOWED) > 0.5, "the answer does not hang on the draw"
+    for tokens, too_much in ((138, True), (143, True), (144, False), (148, False)):
+        lengths = range(1, 2 * tokens)
+        share = 100 * (1 - sum(lengths) / sum(-(-n // ch05.PAGE) * ch05.PAGE for n in lengths))
+        assert (share > ch05.ALLOWED) == too_much and abs(share - ch05.ALLOWED) < 0.21
+    for tokens, sizes in ((250, {8: 2.3, 128: 2.3}), (258, {8: 2.3, 16: 5.1, 128: 32.8})):
+        for size, percent in sizes.items():
+            pool = BlockPool(100, size)
+            table = BlockTable(pool)
+            table.prepare(0, tokens)
+            held = len(table.blocks) * size
+            assert round(100 * (1 - tokens / held), 1) == percent == round(ch05.waste_alike(tokens, size), 1)
 
 
 def test_the_conditions_in_the_text_are_those_that_the_checks_use():
@@ -180,8 +225,32 @@ def test_the_conditions_in_the_text_are_those_that_the_checks_use():
     for phrase in (
         f"hold {ch05.TOKENS} tokens on average", f"blocks of {ch05.BLOCK} slots", f"reservation of {ch05.LIMIT} slots",
         f"below {ch05.MOST} percent", f"{ch05.SHORT} tokens on average and {ch05.LONG} on average",
-        f"below {ch05.ALLOWED} percent", f"blocks of {ch05.WORST_BLOCK}, and every sequence is one token longer",
+        f"below {ch05.ALLOWED} percent", f"blocks of {ch05.PAGE} waste more than {ch05.ALLOWED} percent",
+        f"every sequence holds {ch05.ALIKE[0]} tokens", f"with {ch05.ALIKE[1]} tokens",
     ):  # fmt: skip
         assert phrase in text, phrase
     source = code("solutions", CHAPTER)["sizes-run"]
+    assert str(ch05.SIZES) in source
     assert f"randint(1, {2 * ch05.SHORT - 1})" in source and f"randint(1, {2 * ch05.LONG - 1})" in source
+
+
+def test_a_pool_that_is_made_already_is_no_class():
+    with pytest.raises(CheckFailed, match="^pool: expected a class, got <.*ListPool object"):
+        ch05.pool(ListPool(4))
+
+
+def test_a_failing_script_is_shown_as_code_that_fails_again():
+    """Up to the call that went wrong, however long the script is."""
+
+    class Forgetful(ListPool):
+        def allocate(self):
+            self.calls = getattr(self, "calls", 0) + 1
+            return super().allocate() if self.calls < 12 else 99
+
+    with pytest.raises(CheckFailed) as failed:
+        ch05.pool(Forgetful)
+    line = str(failed.value).splitlines()[1].strip()
+    *steps, last = line.split("; ")
+    namespace = {"Pool": Forgetful}
+    exec("; ".join(steps), namespace)
+    assert 99 in (given := eval(last, namespace), given[-1] if isinstance(given, list) else None)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 
 from minillm.config import ModelConfig
 from minillm.lab import checks
@@ -38,6 +39,7 @@ def bound(rate16: float, rate4: float, bandwidth: float, batch4: float) -> None:
         CLAIMED_RATE * 2 * weights / 1e9,
         {
             CLAIMED_RATE * weights / 1e9: "each weight takes two bytes",
+            CLAIMED_RATE * 4 * weights / 1e9: "that counts four bytes for each weight; 16 bits are two",
             CLAIMED_RATE * 2 * weights / 1e12: "that is TB/s; GB/s are asked for",
             CLAIMED_RATE * 2 * weights: "that is bytes per second; GB/s are asked for",
         },
@@ -102,15 +104,27 @@ def regimes(answer: Mapping[str, str]) -> None:
 
 def largest_batch(answer: Callable) -> None:
     """Exercise "The largest batch": (config, device, context, limit in seconds) -> (batch, "room" or "time")."""
-    build("largest_batch", answer, right_batch, batch_cases, BATCH_MISTAKES)
+    build("largest_batch", answer, right_batch, batch_cases, BATCH_MISTAKES, same_batch)
+
+
+def same_batch(expected: tuple, given: object, config: ModelConfig, device: Device, *_: object) -> str | None:
+    """What is wrong with the pair, and the sizes that decide about room: a model says little when it is printed."""
+    wrong = checks.difference(expected, given)
+    return wrong and (
+        f"{wrong}\n  where the weights take {config.weight_bytes('bfloat16'):,.0f} bytes, a token's keys and values "
+        f"{config.kv_bytes_per_token('bfloat16'):,.0f}, and the memory has {device.memory:,.0f}"
+    )
 
 
 def right_batch(config: ModelConfig, device: Device, context: int, limit: float, *, wrong: str = "") -> tuple[int, str]:
     """Requests that fit beside the weights and into a step of `limit` seconds; `wrong` names a slip to make."""
-    free = device.memory - (0 if wrong == "no weights" else config.weight_bytes("bfloat16"))
+    held = {"no weights": 0, "weights read": decode_step(config, device, 1, context).weight_bytes}
+    free = device.memory - held.get(wrong, config.weight_bytes("bfloat16"))
     per_request = config.kv_bytes_per_token("bfloat16") * (context if wrong == "old tokens" else context + 1)
     room = math.inf if wrong == "no room" else free // per_request
     stored = context + {"one more": 1, "one less": -1}.get(wrong, 0)
+    if wrong == "below zero" and free < 0:
+        return int(free // per_request), "room"
     for batch in range(1 if wrong == "at least one" else 0, MOST):
         if batch + 1 > room:
             return batch, "room"
@@ -120,17 +134,18 @@ def right_batch(config: ModelConfig, device: Device, context: int, limit: float,
 
 
 def batch_cases(draw: Draw) -> Iterator[tuple]:
-    """Stopped by room, by time at the memory clock and at the compute clock; by either at once.
+    """Stopped by room, by time at the memory clock and at the compute clock; by either at once; weights too large.
 
     Where many requests with next to nothing stored are stopped by time, one token more or less for each decides.
+    An input embedding of its own is at least 49 MB that a step does not read: more than two requests of 200 tokens.
     """
 
-    def one(room: int, time: int, context: int, ridge: float = 300.0) -> tuple:
+    def one(room: int, time: int, context: int, ridge: float = 300.0, tied: bool = True) -> tuple:
         """A model and a device on which `room` requests fit, and `time` requests are quick enough."""
         kv_heads, size, dim = draw.choice([2, 5, 8]), draw.choice([64, 80, 96]), 32 * draw.randrange(24, 60)
         config = ModelConfig(
             draw.randrange(32_000, 64_000), dim, draw.randrange(9, 32), draw.choice([1, 3]) * kv_heads, kv_heads, size,
-            3 * dim + draw.randrange(99), max_context=1 << 20, tie_embeddings=draw.random() < 0.5,
+            3 * dim + draw.randrange(99), max_context=1 << 20, tie_embeddings=tied,
         )  # fmt: skip
         kept = (context + 1) * config.kv_bytes_per_token("bfloat16")
         memory, bandwidth = config.weight_bytes("bfloat16") + (room + 0.5) * kept, draw.uniform(5e11, 5e12)
@@ -143,11 +158,14 @@ def batch_cases(draw: Draw) -> Iterator[tuple]:
     few, many = draw.randrange(3, 20), draw.randrange(25, 60)
     yield one(few, many, draw.randrange(500, 2000))
     yield one(many, few, draw.randrange(500, 2000))
+    yield one(few, 3 * many, draw.randrange(100, 200), tied=False)
     yield one(few, 3 * many, 2)
-    yield one(3 * many, many, draw.randrange(2, 6))
+    yield one(3 * many, many, draw.randrange(2, 6), tied=False)
     yield one(2 * many, many, draw.randrange(20, 90), ridge=draw.uniform(5, 15))
     yield one(0, many, draw.randrange(500, 2000))
     yield one(many, 0, draw.randrange(500, 2000))
+    config, device, context, limit = one(few, many, draw.randrange(500, 2000))
+    yield config, replace(device, memory=0.9 * config.weight_bytes("bfloat16")), context, limit
 
 
 def one_more(config: ModelConfig, device: Device, context: int, limit: float) -> tuple[int, str]:
@@ -174,10 +192,12 @@ BATCH_MISTAKES = {
     "after the step each request holds context + 1 tokens": with_slip("old tokens"),
     "`decode_step` takes the tokens stored before the step: `context`, not one more": with_slip("one more"),
     "`decode_step` takes the tokens stored before the step: `context`, not one less": with_slip("one less"),
+    "all weights are in memory, also the rows of the embedding that a step does not read": with_slip("weights read"),
     "this batch does not fit: the memory must hold the weights, and the keys and values of every request": (
         with_slip("no room")
     ),
     "this batch does not fit: the memory must hold the weights as well": with_slip("no weights"),
+    "the weights alone do not fit: then the answer is 0, not fewer": with_slip("below zero"),
     "this batch is too slow: ask for the time of a step of the whole batch": with_slip("no time"),
 }
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 
 from minillm.lab.answers import build, work_out
-from minillm.lab.checks import CheckFailed, Draw, choice
+from minillm.lab.checks import CheckFailed, Draw, choice, difference, place
 
 # Conditions of "Room on a card". The exercise states them in words, and a test compares.
 LAYERS, HEADS, KV_HEADS, HEAD_DIM = 32, 32, 8, 128
@@ -31,6 +31,7 @@ def room(grouped: float, full: float, sequences: float, sequences_full: float) -
         {
             per_token / 2 / 1024: "keys and values are two, and 16 bits are two bytes: one of these factors is missing",
             per_token / LAYERS / 1024: "that is one layer; every layer keeps its own",
+            per_token / KV_HEADS / 1024: f"that is one key/value head; each layer keeps {KV_HEADS}",
             ratio * per_token / 1024: "that counts the query heads; only key/value heads are kept",
             per_token: "that is bytes; KiB are asked for",
             per_token / 1000: "that is kB; a KiB is 1,024 bytes",
@@ -42,7 +43,10 @@ def room(grouped: float, full: float, sequences: float, sequences_full: float) -
         "full",
         full,
         ratio * per_token / 1024,
-        {per_token / 1024: "with a key/value head for each query head, there are more heads to keep"},
+        {
+            per_token / 1024: "with a key/value head for each query head, there are more heads to keep",
+            per_token / KV_HEADS / 1024: f"that is one key/value head; each layer of this model keeps {HEADS}",
+        },
         unit="KiB",
         tolerance=0.001,
     )
@@ -74,7 +78,9 @@ def ragged_decode(answer: Callable) -> None:
     q [S, n_heads, D], k and v [S, n_kv_heads, D], keys and values [S, n_kv_heads, capacity, D] (changed in
     place), lengths: tokens of each sequence that are stored already -> [S, n_heads, D].
     """
-    build("ragged_decode", with_storage(answer), with_storage(right_decode), decode_cases, DECODE_MISTAKES)
+    build(
+        "ragged_decode", with_storage(answer), with_storage(right_decode), decode_cases, DECODE_MISTAKES, same_storage
+    )
 
 
 def with_storage(decode: Callable) -> Callable:
@@ -90,6 +96,21 @@ def with_storage(decode: Callable) -> Callable:
     return call
 
 
+def same_storage(expected: dict, given: dict, q, k, v, keys, values, lengths: Sequence[int]) -> str | None:
+    """What is wrong with the cache after the call, slots that should have stayed as they were first, or the output."""
+    for name, before in (("keys", keys), ("values", values)):
+        where = f"`{name}` after the call"
+        if wrong := difference(expected[name], given[name], where=where):
+            if given[name].shape == before.shape:
+                changed = ~torch.isclose(given[name], before, equal_nan=True)
+                changed[range(len(lengths)), :, lengths] = False  # these are for the new tokens
+                if changed.any():
+                    s, _, slot, _ = place(changed, 0)
+                    return f"{where}: slot {slot} of sequence {s} was changed, and only slot {lengths[s]} may be"
+            return wrong
+    return difference(expected["output"], given["output"], where="the output")
+
+
 def right_decode(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, lengths: Sequence[int],
     *, wrong: str = "",
@@ -99,8 +120,9 @@ def right_decode(
     output = torch.empty_like(q)
     for s, length in enumerate(lengths):
         slot = {"late": min(length + 1, keys.shape[2] - 1), "early": max(length - 1, 0)}.get(wrong, length)
-        if wrong != "not stored":
-            keys[s, :, slot], values[s, :, slot] = k[s], v[s]
+        for cache, new, other in ((keys, k, "values alone"), (values, v, "keys alone")):
+            if wrong not in ("not stored", other):
+                cache[s, :, slot] = new[s]
         end = {
             "old only": length,
             "whole": keys.shape[2],
@@ -154,6 +176,8 @@ DECODE_MISTAKES = {
         rebound
     ),
     "the new keys and values were not stored before attending": decode_slip("not stored"),
+    "the new keys were stored, the new values were not": decode_slip("keys alone"),
+    "the new values were stored, the new keys were not": decode_slip("values alone"),
 }
 
 
@@ -224,16 +248,19 @@ TURN_MISTAKES = {
 
 def concatenating(cache_alone: float, with_weights: float, conclusion: str) -> None:
     """Exercise "The cost of growing": traffic of a concatenating cache over that of a preallocated one."""
+    if isinstance(cache_alone, float) and not cache_alone.is_integer():
+        raise CheckFailed(
+            f"cache_alone: {cache_alone:g} is not right; towards which whole number do the rows of the first table go?"
+        )
     work_out(
         "cache_alone",
         cache_alone,
         3,
         {
             2: "the copy reads the old rows and writes them again; attention then reads them once more",
-            1.5: "that is half of it: the ratio of n²/2 row reads to 3n²/2",
             1: "look at the last rows of the first table",
         },
-        tolerance=0.05,
+        tolerance=1e-6,
     )
     work_out(
         "with_weights",
@@ -241,7 +268,7 @@ def concatenating(cache_alone: float, with_weights: float, conclusion: str) -> N
         2,
         {
             3: "that leaves out the weights, which both versions read: (W + 3K) / (W + K) with K = W",
-            1.5: "the weights are read once in either version: (W + 3K) / (W + K) with K = W",
+            1.5: "that counts 2K for the concatenating cache; it reads, writes and reads again, 3K",
             4: "that is the concatenating version's traffic; divide by that of the other, W + K",
         },
         tolerance=0.02,

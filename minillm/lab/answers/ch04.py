@@ -10,6 +10,7 @@ import torch
 from minillm.config import ModelConfig
 from minillm.lab.answers import build, work_out
 from minillm.lab.checks import CheckFailed, Draw, NotAnswered, choice, describe
+from minillm.roofline import Device, decode_step
 
 # Conditions of "Five published models": layers, query heads, key/value heads, head size. A test compares the text.
 PUBLISHED = {
@@ -20,7 +21,7 @@ PUBLISHED = {
     "Falcon-180B": (80, 232, 8, 64),
 }
 # Conditions of "Where sharing pays".
-MODEL, CONTEXT = ModelConfig.preset("post-0.5b"), 2048
+MODEL, CONTEXT, GPU = ModelConfig.preset("post-0.5b"), 2048, Device.datasheet("RTX 5090")
 
 
 def kib_per_token(name: str, shared: bool = True) -> float:
@@ -40,10 +41,13 @@ def published(kib: Mapping[str, float], multi_head: float, tokens: float) -> Non
         right = kib_per_token(name)
         slips = {
             right / 2: missing,
+            right / kv_heads: f"that is one key/value head; each layer keeps {kv_heads}",
             right / layers: "that is one layer; every layer keeps its own",
             right * 1.024: "that is kB; a KiB is 1,024 bytes",
             right * 1024: "that is bytes; KiB are asked for",
         }
+        if layers == kv_heads:
+            slips[right / layers] = f"that is one layer, or one key/value head of each; there are {layers} of either"
         if heads != kv_heads:
             slips[kib_per_token(name, shared=False)] = "that counts the query heads; only key/value heads are kept"
         work_out(f"kib[{name!r}]", kib[name], right, slips, unit="KiB", tolerance=0.001)
@@ -179,8 +183,19 @@ REGROUP_MISTAKES = {
 }
 
 
-def sharing(balance: float, limit: float, waits_for: str) -> None:
-    """Exercise "Where sharing pays": the batch at which the cache outweighs the weights; the largest gain; the wait."""
+def faster(kv_heads: int, batch: int) -> float:
+    """How many times faster a step is with so many key/value heads instead of one for each query head."""
+    whole, shared = (decode_step(MODEL.with_kv_heads(n), GPU, batch, CONTEXT).time for n in (MODEL.n_heads, kv_heads))
+    return whole / shared
+
+
+def batch_for(times: float, kv_heads: int = MODEL.n_kv_heads) -> int:
+    """The smallest batch at which a step becomes at least so many times faster."""
+    return next(batch for batch in range(1, 1000) if faster(kv_heads, batch) >= times)
+
+
+def sharing(balance: float, twice: float, waits_for: str) -> None:
+    """Exercise "Where sharing pays": two batches, at which cache and weights balance and a step halves; the wait."""
     weights, one = MODEL.weight_bytes(), CONTEXT * MODEL.kv_bytes_per_token()
     exact = weights / one
     slips = {
@@ -192,11 +207,14 @@ def sharing(balance: float, limit: float, waits_for: str) -> None:
     if isinstance(balance, float) and not balance.is_integer():
         raise CheckFailed(f"balance: {balance:,.6g} is not right; a whole number of requests is asked for: round up")
     work_out("balance", balance, math.ceil(exact), slips, unit="requests", tolerance=1e-6)
-    heads, grouped = MODEL.n_heads, MODEL.n_heads // MODEL.n_kv_heads
+    right, grouped = batch_for(2), MODEL.n_heads / MODEL.n_kv_heads
     slips = {
-        grouped: f"that is the limit for {MODEL.n_kv_heads} heads instead of {heads}; here it is 1 instead of {heads}"
+        right - 1: f"at that batch it is {faster(MODEL.n_kv_heads, right - 1):.2f} times as fast",
+        math.ceil(exact / (grouped - 2)): "one request less will do: with 20 heads the weights are larger as well",
+        batch_for(2, 1): "that is with one key/value head; here it is 4",
+        math.ceil(exact): "there the cache equals the weights already; it need not be that large",
     }
-    work_out("limit", limit, heads, slips, unit="times faster", tolerance=0.01)
+    work_out("twice", twice, right, slips, unit="requests", tolerance=1e-6)
     reasons = {
         "the cache": "with one head it is a small part of the bytes at that context; compare the columns",
         "the weights": "reading them takes less than half of the step; compare the two clocks in the table",

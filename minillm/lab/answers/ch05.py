@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import functools
-import inspect
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 
 from minillm.lab.answers import build, work_out
-from minillm.lab.checks import CheckFailed, Draw, choice
+from minillm.lab.answers.ch05_pool import POOL_SLIPS, RightPool, compare_logs, pool_cases, with_script
+from minillm.lab.checks import CheckFailed, Draw, choice, describe
 
 # Conditions of "Waste by pencil" and of "The block size". The exercises state them in words, and a test compares.
 TOKENS, BLOCK, LIMIT, MOST = 300, 32, 2048, 4
-SHORT, LONG, ALLOWED, WORST_BLOCK = 80, 500, 5, 16
+SHORT, LONG, ALLOWED, PAGE, ALIKE = 80, 500, 5, 16, (250, 258)
+SIZES = (1, 2, 4, 8, 16, 32, 64, 128)
 
 
 def waste_of(tokens: float, size: int) -> float:
@@ -49,7 +50,7 @@ def waste(last: float, paged: float, reserved: float, largest: float) -> None:
         1 - TOKENS / LIMIT: "that is the share; percent are asked for",
         100 * LIMIT / TOKENS: "divide the empty slots by all that is reserved",
     }
-    work_out("reserved", reserved, 100 * (1 - TOKENS / LIMIT), remarks, unit="%")
+    work_out("reserved", reserved, 100 * (1 - TOKENS / LIMIT), remarks, unit="%", tolerance=0.004)
     right = largest_size(TOKENS, MOST)
     remarks = {
         2 * right: f"with blocks of {2 * right} it is {waste_of(TOKENS, 2 * right):.1f}%",
@@ -61,114 +62,10 @@ def waste(last: float, paged: float, reserved: float, largest: float) -> None:
 
 def pool(answer: Callable) -> None:
     """Exercise "A pool that remembers": a class with allocate, free, fork and num_free, driven by a script of calls."""
+    if answer is not None and answer is not ... and not callable(answer):
+        raise CheckFailed(f"pool: expected a class, got {describe(answer)}")
     mistakes = {remark: with_script(functools.partial(RightPool, slip=slip)) for slip, remark in POOL_SLIPS.items()}
     build("pool", with_script(answer), with_script(RightPool), pool_cases, mistakes, compare_logs)
-
-
-class RightPool:
-    """Free blocks in the order in which they are used again; `slip` names a mistake to make."""
-
-    def __init__(self, num_blocks: int, slip: str = ""):
-        self.slip = slip
-        self.queue = dict.fromkeys(range(num_blocks))  # keeps the order, and any block can be taken out at once
-        self.users = [0] * num_blocks
-
-    def allocate(self) -> int | None:
-        """The block that has been free for longest, or None."""
-        if not self.queue:
-            return None
-        block = list(self.queue)[-1 if self.slip == "newest" else 0]
-        del self.queue[block]
-        self.users[block] = 1
-        return block
-
-    def free(self, blocks: Sequence[int]) -> None:
-        """One user less for each; who has none left joins the end of the queue, the last block first."""
-        for block in blocks if self.slip == "forwards" else reversed(blocks):
-            self.users[block] -= 1
-            if not self.users[block] or self.slip == "uncounted":
-                self.queue[block] = None
-
-    def fork(self, blocks: Sequence[int]) -> None:
-        """One user more for each; a free block is taken back from the queue."""
-        for block in blocks:
-            self.users[block] += 1
-            if self.slip != "left in the queue":
-                self.queue.pop(block, None)
-
-    def num_free(self) -> int:
-        """Blocks without users."""
-        return len(self.queue)
-
-
-POOL_SLIPS = {
-    "newest": "the block freed last is used first here; take the one that has been free for longest",
-    "forwards": "the first block of a sequence is freed first here; go from the last to the first",
-    "uncounted": "a block is free only when its last user has freed it",
-    "left in the queue": "a free block that is forked is in use again: take it out of the queue",
-}
-
-
-def with_script(pool: Callable) -> Callable:
-    """A function that makes a pool of that kind, plays a script of calls on it, and returns what each gave."""
-    if not callable(pool):
-        return pool
-
-    @functools.wraps(pool)
-    def play(num_blocks: int, script: list[tuple]):
-        made, log = pool(num_blocks), []
-        for name, *arguments in script:
-            given = getattr(made, name)(*arguments)
-            log.append((given if name == "allocate" else None, made.num_free()))
-        return None if log[0] == (None, None) else log
-
-    play.__signature__ = inspect.signature(lambda num_blocks, script: None)  # what a message calls the arguments
-    return play
-
-
-def compare_logs(expected: list, given: list, num_blocks: int, script: list[tuple]) -> str | None:
-    """The first call that gave something else, or left another number of free blocks."""
-    for (name, *arguments), right, found in zip(script, expected, given, strict=True):
-        call = f"{name}({', '.join(map(str, arguments))})"
-        if right[0] != found[0]:
-            return f"{call} should give {right[0]}, got {found[0]!r}"
-        if right[1] != found[1]:
-            return f"after {call} num_free() should be {right[1]}, got {found[1]!r}"
-    return None
-
-
-def pool_cases(draw: Draw) -> Iterator[tuple]:
-    """Used up; freed and used again; shared; taken back while free; then long random scripts."""
-    get = ("allocate",)
-    yield 2, [get, get, get]
-    yield 3, [get, get, ("free", [0, 1]), get, get, get]
-    yield 4, [get, get, ("fork", [0, 1]), ("free", [0, 1]), ("free", [0]), get, get, get]
-    yield 3, [get, get, ("free", [0, 1]), ("fork", [0]), get, get, get, ("free", [0]), get]
-    for _ in range(6):
-        yield random_script(draw, draw.randrange(5, 9))
-
-
-def random_script(draw: Draw, num_blocks: int) -> tuple[int, list[tuple]]:
-    """Calls that a correct pool can serve: sequences take blocks, are forked, end, and are asked for again."""
-    made, held, gone, script = RightPool(num_blocks), [], [], []
-    for _ in range(40):
-        event = draw.random()
-        if event < 0.5 or not held:
-            script.append(("allocate",))
-            block = made.allocate()
-            gone = [blocks for blocks in gone if block not in blocks]  # what it held is overwritten
-            if block is not None:
-                held.append([block]) if draw.random() < 0.4 or not held else draw.choice(held).append(block)
-        elif event < 0.65 or (event < 0.8 and gone):
-            blocks = draw.choice(gone if event >= 0.65 else held)
-            script.append(("fork", list(blocks)))
-            made.fork(blocks)
-            held.append(list(blocks))
-        else:
-            gone.append(held.pop(draw.randrange(len(held))))
-            script.append(("free", list(gone[-1])))
-            made.free(gone[-1])
-    return num_blocks, script
 
 
 def next_beams(answer: Callable) -> None:
@@ -217,12 +114,16 @@ def right_beams(tables, parents, length: int, size: int, users: list[int], free:
 def compare_beams(expected, given, tables, parents, length, size, users, free) -> str | None:
     """What is wrong with the new beams, their copies, or the books."""
     result, users_after, free_after = given
-    if not (isinstance(result, tuple) and len(result) == 2 and all(isinstance(part, list) for part in result)):
+    rows = (list, tuple)
+    if not (isinstance(result, rows) and len(result) == 2 and all(isinstance(part, rows) for part in result)):
         return f"the result should be two lists, (tables, copies), got {result!r}"
     new, copies = result
-    pairs = all(isinstance(pair, tuple) and len(pair) == 2 for pair in copies)
-    if len(new) != len(parents) or not all(isinstance(table, (list, tuple)) for table in new) or not pairs:
-        return f"there should be {len(parents)} tables, and copies as pairs (source, target), got {result!r}"
+    pairs = all(isinstance(pair, rows) and len(pair) == 2 for pair in copies)
+    if len(new) != len(parents) or not all(isinstance(table, rows) for table in new) or not pairs:
+        return (
+            f"the result should be two lists, (tables, copies): {len(parents)} tables, and copies as pairs "
+            f"(source, target), got {result!r}"
+        )
     named = [block for part in (*new, *copies, free_after) for block in part]
     if strange := [block for block in named if not isinstance(block, int)]:
         return f"blocks are numbers; the result or `free` names {strange[0]!r}"
@@ -238,7 +139,9 @@ def compare_beams(expected, given, tables, parents, length, size, users, free) -
         for t in range(length):
             block, place = tables[parent][t // size], t % size
             if memory[table[t // size]][place] != ("old", block, place):
-                return f"new beam {j} no longer reads token {t} of its parent, beam {parent}"
+                again = {source for source, _ in copies} & set(taken)
+                why = f"; all copies are made at once, so block {min(again)} gives what it held before" if again else ""
+                return f"new beam {j} no longer reads token {t} of its parent, beam {parent}{why}"
     for j, table in enumerate(new):
         if blocks_of[table[-1]] > 1:
             return f"new beam {j} would write into block {table[-1]}, which another beam uses too"
@@ -253,10 +156,11 @@ def compare_beams(expected, given, tables, parents, length, size, users, free) -
 
 
 def beam_cases(draw: Draw) -> Iterator[tuple]:
-    """A prompt that all beams share, whole blocks and partial ones; then many steps of beams that come and go."""
+    """A prompt that two beams share, whole blocks and partial ones, or three; then many steps, beams come and go."""
     for length, size in ((3, 2), (4, 2), (5, 1)):
         blocks = -(-length // size)
         yield [list(range(blocks))] * 2, [0, 1], length, size, [2] * blocks + [0] * 9, list(range(blocks, blocks + 9))
+    yield [[0]] * 3, [0, 1, 2], 1, 2, [3, *[0] * 9], list(range(1, 10))
     for size in (3, 4, 2, 5):
         width, length = draw.randrange(2, 6), draw.randrange(1, 9)
         blocks, total = -(-length // size), 80
@@ -270,27 +174,37 @@ def beam_cases(draw: Draw) -> Iterator[tuple]:
             length += 1
 
 
-def block_size(short: float, long: float, worst: float, conclusion: str) -> None:
-    """Exercise "The block size": largest sizes that waste little, the worst case, and what follows."""
-    for name, answer, tokens in (("short", short, SHORT), ("long", long, LONG)):
-        right = largest_size(tokens, ALLOWED)
-        if isinstance(answer, (int, float)) and answer > 1 and answer != int(answer):
-            raise CheckFailed(f"{name}: {answer:,.6g} is not right; a block has a whole number of slots")
+def waste_alike(tokens: int, size: int) -> float:
+    """Percent of handed-out slots that are empty where every sequence holds so many tokens."""
+    return 100 * (1 - tokens / (-(-tokens // size) * size))
+
+
+def largest_alike(tokens: int) -> int:
+    """The largest size of the table that wastes less than is allowed where every sequence holds so many tokens."""
+    return max(size for size in SIZES if waste_alike(tokens, size) < ALLOWED)
+
+
+def block_size(mean: float, at250: float, at258: float, conclusion: str) -> None:
+    """Exercise "The block size": a mean length for blocks of 16, sizes for lengths that are all alike, what follows."""
+    empty = (PAGE - 1) / 2
+    remarks = {
+        100 * empty / ALLOWED: f"so many slots are handed out to a sequence; {empty} of them hold no token",
+        100 * (PAGE - 1) / ALLOWED: "that takes the worst last block; take the average one",
+        (100 / ALLOWED - 1) * (PAGE - 1): "that takes the worst last block; take the average one",
+    }
+    work_out("mean", mean, (100 / ALLOWED - 1) * empty, remarks, unit="tokens", tolerance=0.04)
+    for name, answer, tokens, other in (("at250", at250, *ALIKE), ("at258", at258, *ALIKE[::-1])):
+        right = largest_alike(tokens)
         remarks = {
-            2 * right: f"there the waste is above {ALLOWED}%",
+            largest_size(tokens, ALLOWED): "that is right where lengths vary; here every last block is filled alike",
+            largest_alike(other): f"that is for {other} tokens",
             right / 2: f"the next size stays below {ALLOWED}% as well",
-            largest_size(LONG if name == "short" else SHORT, ALLOWED): "look at the other column",
+            2 * max(SIZES): f"the table ends at {max(SIZES)}",
         }
         work_out(name, answer, right, remarks, unit="slots", tolerance=1e-6)
-    remarks = {
-        (WORST_BLOCK - 1) / 2: "that is the average over all lengths; here every last block has one token",
-        1: "that many are in use; how many are empty?",
-        WORST_BLOCK: "one token is in the last block",
-    }
-    work_out("worst", worst, WORST_BLOCK - 1, remarks, unit="slots", tolerance=1e-6)
     reasons = {
         "short answers need small blocks": "",
         "long answers need small blocks": "the empty slots of one last block weigh less in a long sequence",
-        "the length does not matter": "compare the two columns at blocks of 64",
+        "the length does not matter": "compare the first two columns at blocks of 64",
     }
     choice(conclusion, "short answers need small blocks", reasons, name="conclusion")
