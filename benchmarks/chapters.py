@@ -37,8 +37,8 @@ def code(notebook: Path) -> Iterator[tuple[str, str]]:
             yield f"<{notebook.stem}, cell {number}>", "".join(cell["source"])
 
 
-def run(notebook: Path) -> tuple[list[Row], str]:
-    """Run a chapter; the rows with a key and a measured value, and the model that it timed."""
+def run(notebook: Path) -> list[Row]:
+    """Run a chapter; the rows with a key and a measured value, in the order of their tables."""
     rows: list[Row] = []
 
     def keep(given: Sequence, caption: str | None = None) -> Table:
@@ -52,8 +52,7 @@ def run(notebook: Path) -> tuple[list[Row], str]:
         for name, source in code(notebook):
             linecache.cache[name] = len(source), None, source.splitlines(keepends=True), name
             exec(compile(source, name, "exec"), chapter.__dict__)
-    model = f"{chapter.here.model_name} in {str(chapter.here.dtype).removeprefix('torch.')}"
-    return [row for row in rows if row.key and row.value is not None], model
+    return [row for row in rows if row.key and row.value is not None]
 
 
 def values(rows: Sequence[Row]) -> dict[str, dict]:
@@ -80,13 +79,13 @@ def main(arguments: list[str] | None = None) -> dict[str, dict]:
         parser.error(f"there is no chapter {unknown[0]!r}: there are {', '.join(chapters)}")
     rows: list[Row] = []
     for number in asked.chapters or chapters:
-        found, model = run(chapters[number])
+        found = run(chapters[number])
         rows += found
         for row in found:
             print(f"{number}  {row.key}: {with_unit(row.value, row.unit)}", flush=True)
     if asked.json:
         words = sys.argv[1:] if arguments is None else arguments
-        record.write(asked.json, ["benchmarks.chapters", *words], values(rows), model=model)
+        record.write(asked.json, ["benchmarks.chapters", *words], values(rows))
     return values(rows)
 
 

@@ -124,9 +124,9 @@ class Speed:
             yield setting, name, format_seconds(self.taken[name].median), bound, cells
 
     def values(self) -> dict[str, dict]:
-        """Tokens per second under the keys of a file in `book/measurements`."""
+        """Tokens per second under the keys of a file in `book/measurements`, but for the shape's name in front."""
         return {
-            f"gqa_decode_rate_{name}_heads_batch_{self.batch}_context_{self.context}": {
+            f"decode_rate_{name}_heads_batch_{self.batch}_context_{self.context}": {
                 "value": self.batch / timing.median, "unit": "tokens/s",
                 "low": self.batch / timing.high, "high": self.batch / timing.low,
             }
@@ -216,7 +216,7 @@ def main(arguments: list[str] | None = None) -> dict[str, dict]:
         speeds = run_speed(asked)
         columns = ["batch, context", "KV heads", "a step", ("predicted", "times faster"), ("measured", "times faster")]
         print(Table([row for speed in speeds for row in speed.rows()], columns, f"{asked.shape}, random weights"))
-        values |= {key: value for speed in speeds for key, value in speed.values().items()}
+        values |= {f"{asked.shape}_{key}": value for speed in speeds for key, value in speed.values().items()}
     if asked.json:
         record.write(asked.json, command(asked), values, asked.device if "speed" in asked.parts else "cpu")
     return values

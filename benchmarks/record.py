@@ -12,14 +12,11 @@ from pathlib import Path
 import torch
 
 
-def write(file: Path, command: Sequence, values: dict, device: str | None = None, model: str | None = None) -> None:
-    """Record `values`, {key: {"value", "unit", "low", "high"}}; `command` holds the words after "python -m".
-
-    `model` names what was timed, where the keys do not.
-    """
+def write(file: Path, command: Sequence, values: dict[str, dict], device: str | None = None) -> None:
+    """Record `values`, {key: {"value", "unit", "low", "high"}}; `command` holds the words after "python -m"."""
     origin = {"device": device_name(device), "date": datetime.date.today().isoformat()}
     words = shlex.join(["python", "-m", *map(str, command)])
-    content = origin | ({"model": model} if model else {}) | {"command": words, "values": values}
+    content = origin | {"command": words, "values": values}
     file.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
 

@@ -86,7 +86,8 @@ def test_speed_is_measured_at_every_number_of_heads(small, capsys):
     file = folder / "speed.json"
     arguments = ["--parts", "speed", "--batch", "1", "2", "--context", "5", "20", "--rounds", "2", "--device", "cpu"]
     values = grouped_heads.main([*arguments, "--json", str(file)])
-    keys = [f"gqa_decode_rate_{n}_heads_batch_{b}_context_{c}" for c in (5, 20) for b in (1, 2) for n in (4, 2, 1)]
+    name = "smollm2_decode_rate_{}_heads_batch_{}_context_{}"
+    keys = [name.format(n, b, c) for c in (5, 20) for b in (1, 2) for n in (4, 2, 1)]
     assert list(values) == keys
     assert all(0 < v["low"] <= v["value"] <= v["high"] and v["unit"] == "tokens/s" for v in values.values())
     four, one = (decode_step(CONFIG.with_kv_heads(n), LAPTOP, 2, 20 + 8, "float32").memory_time for n in (4, 1))

@@ -122,9 +122,9 @@ def table(rows: Sequence[Sequence], columns: Sequence[str], caption: str | None 
 class Row:
     """One quantity: predicted, measured here, and what else is known of it.
 
-    `measured` is a number in `unit`, a `Timing` (then `unit` is one of time), or None. `key` names the
-    value in the files of `book/measurements`. `paper` is the reported figure, in `unit`, and `citation`
-    says whose it is and under which conditions.
+    `measured` is a number in `unit`, a `Timing` (then `unit` is one of time), or None. `key` names the value in the
+    files of `book/measurements`, and with it the model, where another device would time another one. `paper` is the
+    reported figure, in `unit`, and `citation` says whose it is and under which conditions.
     """
 
     quantity: str
@@ -172,8 +172,8 @@ def predicted_vs_measured(rows: Sequence[Row | Sequence], caption: str | None = 
     if not rows:
         raise ValueError("predicted_vs_measured needs at least one row")
     entries = {row.key: recorded(row.key) for row in rows if row.key}
-    devices = list(dict.fromkeys(origin(entry) for found in entries.values() for entry in found))
-    recorded_columns = [(f"recorded: {device}", rest) for device, rest in devices] or [("recorded elsewhere", "")]
+    devices = list(dict.fromkeys((e["device"], e["date"]) for found in entries.values() for e in found))
+    recorded_columns = [(f"recorded: {device}", date) for device, date in devices] or [("recorded elsewhere", "")]
     columns: list = ["quantity", "predicted", "measured here", ("ratio", "to prediction")]
     columns += recorded_columns if entries else []
     columns += ["paper"] if any(row.paper is not None for row in rows) else []
@@ -208,17 +208,12 @@ def measured_cell(row: Row):
     return text
 
 
-def origin(entry: dict) -> tuple[str, str]:
-    """The device of a recorded figure; its date, with the model that was timed if the file names one."""
-    return entry["device"], ", ".join(filter(None, (entry["date"], entry.get("model"))))
-
-
 def recorded_cell(row: Row, entries: dict[str, list[dict]], device: tuple[str, str] | None):
     """What this device recorded for the row's key, if anything."""
     if row.key is None:
         return ""
     for entry in entries[row.key]:
-        if origin(entry) == device:
+        if (entry["device"], entry["date"]) == device:
             text = with_unit(entry["value"], entry.get("unit", row.unit))
             if entry.get("low") is not None and entry.get("high") is not None:
                 return text, f"{format_number(entry['low'])} to {format_number(entry['high'])}"
@@ -252,12 +247,11 @@ def read_measurements(folder: Path) -> tuple[dict, ...]:
 
 
 def recorded(key: str, folder: Path | None = None) -> list[dict]:
-    """Figures recorded under `key` on real devices: {"value", "unit", "low", "high", "device", "date", "command"},
-    and "model" where the file names one.
+    """Figures recorded under `key` on real devices: {"value", "unit", "low", "high", "device", "date", "command"}.
 
     Empty where nothing was recorded, or where the book's folder is not at hand.
     """
     folder = folder or measurements_folder()
     files = read_measurements(folder) if folder else ()
-    named = ("device", "date", "command", "model")
-    return [{**f["values"][key], **{k: f[k] for k in named if k in f}} for f in files if key in f["values"]]
+    origin = ("device", "date", "command")
+    return [{**f["values"][key], **{k: f[k] for k in origin}} for f in files if key in f["values"]]
