@@ -153,10 +153,10 @@ def spawned(rank: int, inbox, line: connection.Connection, setting: Setting) -> 
 class Disaggregated:
     """A prefill and a decode process on this machine. Closed by `close`, or as a context manager.
 
-    `model` is a name or path as for `load_model`; `timeout` seconds without a sign of life end what is unfinished.
-    `devices` are those of the two processes, ("cuda:0", "cuda:1") for two GPUs. `transfers` grows by one entry for
-    each prefill step. Text, stop strings and `n > 1` are for `LLM`: here a prompt is a list of token ids and gets one
-    answer. Raises ValueError for static batching, RuntimeError if the workers do not start.
+    `model` is as for `load_model`; `timeout` seconds without a sign of life end what is unfinished; `devices` are those
+    of the two processes. `transfers` grows by one entry for each prefill step. Text, stop strings and `n > 1` are for
+    `LLM`: here a prompt is token ids and gets one answer. Raises ValueError for a setting that makes no sense,
+    RuntimeError if the workers do not start.
     """
 
     def __init__(
@@ -172,6 +172,8 @@ class Disaggregated:
             raise ValueError(f"config must be an EngineConfig, got {config!r}")
         if config.batching != "continuous":
             raise ValueError(f'batching must be "continuous" in both processes, got {config.batching!r}')
+        if isinstance(devices, str) or len(devices) != 2 or isinstance(timeout, str) or not timeout > 0:
+            raise ValueError(f"there must be two devices and a timeout above 0, got {devices!r} and {timeout!r}")
         self.config, self.timeout, self._next_id = read_config(model), timeout, 0
         self.transfers: list[Transfer] = []
         config = replace(config, prefix_caching=False)
@@ -198,10 +200,10 @@ class Disaggregated:
 
         Raises ValueError, before anything runs, for a prompt that cannot be served.
         """
+        if not self._inboxes:
+            raise ValueError("this pair is closed: make a new one")
         params = SamplingParams() if params is None else params
-        if not isinstance(params, SamplingParams):
-            raise ValueError(f"params must be SamplingParams, got {type(params).__name__}")
-        if params.stop:
+        if getattr(params, "stop", ()):
             raise ValueError(f"stop strings {list(params.stop)} need a tokenizer: use stop_token_ids here")
         for number, prompt in enumerate(prompts):
             try:
@@ -214,12 +216,11 @@ class Disaggregated:
         first, self._next_id = self._next_id, self._next_id + len(prompts)
         jobs = {first + i: Job(first + i, list(p), params, time.perf_counter()) for i, p in enumerate(prompts)}
         for job in jobs.values():
-            for inbox in (self._inboxes[DECODE], self._inboxes[PREFILL]):
-                inbox.put(job)
+            self._inboxes[DECODE].put(job)
+            self._inboxes[PREFILL].put(job)
         done: dict[int, RequestOutput] = {}
         while len(done) < len(jobs):
-            heard = self._hear()
-            if heard is None:
+            if (heard := self._hear()) is None:
                 break
             if isinstance(heard, RequestOutput) and heard.request_id in jobs:
                 done[heard.request_id] = heard
@@ -235,8 +236,7 @@ class Disaggregated:
     def _hear(self) -> object | None:
         """The next word of a worker; None when the decode process is gone, or after `timeout` seconds of silence."""
         while self._lines[DECODE] is not None:
-            lines = [line for line in self._lines if line is not None]
-            ready = connection.wait(lines, self.timeout)
+            ready = connection.wait([line for line in self._lines if line is not None], self.timeout)
             if not ready:
                 return None
             try:
@@ -250,15 +250,16 @@ class Disaggregated:
         return None
 
     def close(self) -> None:
-        """End both processes, at once if they do not end by themselves."""
-        for inbox in self._inboxes:
+        """End both processes, at once if they do not end by themselves. To close twice does nothing."""
+        inboxes, self._inboxes = self._inboxes, []
+        for inbox in inboxes:
             inbox.put(None)
         for worker in self.workers:
             worker.join(timeout=2)
             if worker.is_alive():
                 worker.kill()
                 worker.join()
-        for inbox in self._inboxes:  # what nobody read any more must not keep this process from ending
+        for inbox in inboxes:  # what nobody read any more must not keep this process from ending
             inbox.cancel_join_thread()
             inbox.close()
         self._folder.cleanup()

@@ -95,7 +95,10 @@ class Engine:
         """Queue a prompt whose keys and values `kv` were computed elsewhere, and its first token, drawn at `now`.
 
         `kv` is whatever the runner makes of it; `DecodeRunner` wants [n_layers, 2, T, n_kv_heads, head_dim].
+        Raises what `add_request` does, and ValueError for more than one sample: only one first token has come.
         """
+        if params.n != 1:
+            raise ValueError(f"n={params.n}: a prompt that was computed elsewhere goes on as one sample")
         request_id = self.add_request(prompt_ids, params, arrival)
         request = self._samples[request_id][0]
         request.received, request.num_received = kv, len(prompt_ids)

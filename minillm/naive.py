@@ -59,7 +59,8 @@ def check_prompt(prompt_ids: Sequence[int], params: SamplingParams, config: Mode
         raise ValueError(f"n={params.n}: these functions make one sample; call them once for each, with its own seed")
     if not prompt_ids:
         raise ValueError("the prompt is empty: give at least one token id, for example the tokenizer's end-of-text id")
-    for position, token in enumerate(prompt_ids):
+    plain = set(map(type, prompt_ids)) == {int} and min(prompt_ids) >= 0 and max(prompt_ids) < config.vocab_size
+    for position, token in enumerate(() if plain else prompt_ids):  # a long prompt is not searched without need
         if isinstance(token, bool) or not isinstance(token, int):
             raise ValueError(f"prompt_ids[{position}] is {token!r}: token ids are integers")
         if not 0 <= token < config.vocab_size:

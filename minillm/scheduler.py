@@ -293,8 +293,8 @@ class Scheduler:
         assert len({id(r) for r in [*alive, *self.waiting]}) == len(alive) + len(self.waiting), "a request is in twice"
         for request in self.running:
             room = len(request.block_table.blocks) * self.pool.block_size
-            assert request.status is Status.RUNNING
-            assert request.num_computed_tokens <= min(room, request.num_tokens), f"{request!r} has room for {room}"
+            assert request.status is Status.RUNNING and request.num_missing > 0, f"{request!r} has nothing to compute"
+            assert request.num_computed_tokens <= room, f"{request!r} has room for {room}"
         for request in self.waiting:
             assert request.status is Status.WAITING and request.num_computed_tokens == 0
             assert request.block_table is None, f"{request!r} waits and has a block table"

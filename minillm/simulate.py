@@ -100,6 +100,8 @@ def assume(
     compute_efficiency: float = 1.0,
 ) -> Device:
     """The device as a simulation takes it to be: shares of its peaks, and one overhead per step for this model."""
+    if not isinstance(device, Device):
+        raise ValueError(f'device must be a Device, such as Device.datasheet("A100-80GB"), got {device!r}')
     for name, share in (("bandwidth_efficiency", bandwidth_efficiency), ("compute_efficiency", compute_efficiency)):
         check_share(name, share)
     if overhead is not None and not (is_real(overhead) and 0 <= overhead < math.inf):

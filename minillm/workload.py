@@ -4,9 +4,8 @@ A workload is a list of `TimedRequest`. `make_workload` draws one from three par
 outputs, and times of arrival, each of them a function (random generator, count) -> array. All is seeded, and the
 three parts have streams of their own: another rate keeps the same requests, so that two runs differ in one thing.
 
-Published traces are not shipped. Where a paper states only the mean of its lengths, a log-normal with that mean
-stands in, and its tail is our assumption. Requests that share their start come as `Session`s: `make_sessions`
-draws them, `converse` runs them.
+Published traces are not shipped. Where a paper states only the mean of its lengths, a log-normal with that mean stands
+in, its tail assumed. Requests that share their start are `Session`s: `make_sessions` draws, `converse` runs them.
 """
 
 from __future__ import annotations
@@ -144,13 +143,15 @@ def make_workload(
     `params` is a pattern (greedy if None): each request gets it with its own `max_tokens`, and with `ignore_eos`,
     so that the length asked for is the length produced. A pair whose prompt and output exceed `max_total` tokens
     together (a model's context, say) is drawn again. The same seed gives the same workload, whatever the arrivals.
-    Raises ValueError for a count, size or limit that is not a positive integer, for a seed that is negative, and
-    where `max_total` is out of reach.
+    Raises ValueError for a number that makes no sense, for lengths that are no distribution, and where `max_total` is
+    out of reach.
     """
     check_length("count", count)
     check_length("vocab_size", vocab_size)
-    if not isinstance(seed, int) or isinstance(seed, bool) or seed < 0:
-        raise ValueError(f"seed must be an integer of at least 0, got {seed!r}")
+    check_length("seed", seed, least=0)
+    for name, draw in (("prompts", prompts), ("outputs", outputs), ("arrivals", arrivals)):
+        if not callable(draw):
+            raise ValueError(f"{name} must be a distribution, such as fixed(5) or uniform(1, 9); got {draw!r}")
     for_times, for_lengths, for_tokens = map(np.random.default_rng, np.random.SeedSequence(seed).spawn(3))
 
     def draw_pairs(generator: np.random.Generator, count: int) -> np.ndarray:

@@ -143,6 +143,14 @@ def test_decodes_never_wait_for_a_prompt_where_the_phases_are_apart():
     assert max(separate.itl) <= decode(23, 60) + 1e-9
 
 
+def test_a_prompt_that_was_computed_elsewhere_goes_on_as_one_sample():
+    """Two samples need two first tokens, and only one has come."""
+    several = TimedRequest(0.0, [1], SamplingParams(max_tokens=3, n=2, temperature=0, ignore_eos=True))
+    outputs = apart([several, request(0.0, 5, 4)], engines(1), engines(1), FAST)
+    assert isinstance(outputs[0], Refusal) and "n=2: a prompt that was computed elsewhere" in outputs[0].reason
+    assert len(times(outputs[1])) == 4
+
+
 def test_what_an_engine_refuses_is_a_refusal_and_the_others_go_on():
     """E3: too large for the pool of the prefill side, or of the decode side alone."""
     requests = [request(0.0, 30, 4), request(0.0, 5, 4), request(0.0, 10, 30)]

@@ -258,6 +258,9 @@ def test_a_silent_process_and_then_a_dead_one(model):
         assert lost[-1].outputs[0].error == "a worker is lost, or silent"
         llm.workers[0].join(timeout=BOUND)
         assert not llm.workers[0].is_alive(), "the prefill process outlives what it sends to"
+    llm.close()  # again: nothing happens
+    with pytest.raises(ValueError, match="this pair is closed"):
+        llm.generate(prompts, GREEDY)
 
 
 def test_workers_leave_when_their_front_is_killed():
@@ -292,6 +295,8 @@ def is_running(pid: int) -> bool:
         ({"model": "tinny"}, ValueError, "tinny"),
         ({"model": "tiny", "config": EngineConfig(batching="static")}, ValueError, 'must be "continuous"'),
         ({"model": "tiny", "devices": ("nowhere", "cpu")}, RuntimeError, "did not start"),
+        ({"model": "tiny", "devices": "cpu"}, ValueError, "two devices and a timeout above 0, got 'cpu'"),
+        ({"model": "tiny", "timeout": "60"}, ValueError, "two devices and a timeout above 0, got .* and '60'"),
     ],
 )
 def test_a_pair_that_cannot_start_says_so(arguments, error, message, capfd):

@@ -397,6 +397,21 @@ def test_tables_refuse_what_would_mislead(tmp_path):
 
 
 @pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("5", "bad.json lacks device"),
+        ('{"device": "x", "date": "y", "command": "z", "values": null}', 'bad.json: "values" must hold'),
+        ('{"device": "x", "date": "y", "command": "z", "values": {"k": 5}}', 'bad.json: "values" must hold'),
+        ('{"device": "x", "date": "y", "command": "z", "values": {"k": {}}}', 'bad.json: "values" must hold'),
+    ],
+)
+def test_a_file_that_is_no_record_is_named(tmp_path, content, message):
+    (tmp_path / "bad.json").write_text(content)
+    with pytest.raises(ValueError, match=message):
+        tables.recorded("k", tmp_path)
+
+
+@pytest.mark.parametrize(
     ("value", "text"),
     [
         (0, "0"),

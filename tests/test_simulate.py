@@ -342,6 +342,7 @@ def test_totals_without_a_public_checkpoint():
     [
         (lambda: SimulatedRunner(OPT, A100, overhead=-1), "overhead must be 0 or more seconds per step.*got -1"),
         (lambda: SimulatedRunner(OPT, A100, overhead=math.nan), "overhead must be 0 or more seconds"),
+        (lambda: SimulatedRunner(OPT, "A100-80GB"), "device must be a Device, such as .* got 'A100-80GB'"),
         (lambda: SimulatedRunner(OPT, A100, bandwidth_efficiency=0), "bandwidth_efficiency must be above 0.*got 0"),
         (
             lambda: SimulatedRunner(OPT, A100, compute_efficiency=1.01),

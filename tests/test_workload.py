@@ -148,6 +148,8 @@ def test_greedy_unless_told_otherwise():
         (lambda: make_workload(0, fixed(1), fixed(1), 9), "count must be an integer of at least 1, got 0"),
         (lambda: make_workload(1, fixed(1), fixed(1), 0), "vocab_size must be an integer of at least 1"),
         (lambda: make_workload(1, fixed(1), fixed(1), 9, seed=-1), "seed must be an integer of at least 0, got -1"),
+        (lambda: make_workload(1, 5, fixed(1), 9), "prompts must be a distribution, such as fixed.* got 5"),
+        (lambda: make_workload(1, fixed(1), fixed(1), 9, arrivals=2.0), "arrivals must be a distribution"),
         (lambda: make_workload(1, fixed(9), fixed(9), 9, max_total=17), "max_total 17 is out of reach"),
         (lambda: make_workload(1, fixed(9), fixed(9), 9, max_total=1), "max_total must be an integer of at least 2"),
         (lambda: TimedRequest(-0.1, [1], SamplingParams()), "arrival must be 0 or more seconds, got -0.1"),

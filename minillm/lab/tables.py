@@ -239,9 +239,13 @@ def read_measurements(folder: Path) -> tuple[dict, ...]:
             content = json.loads(path.read_text(encoding="utf-8"))
         except ValueError as error:
             raise ValueError(f"{path.name} is not valid JSON: {error}") from error
-        missing = [k for k in ("device", "date", "command", "values") if k not in content]
+        parts = content if isinstance(content, dict) else {}
+        missing = [k for k in ("device", "date", "command", "values") if k not in parts]
         if missing:
             raise ValueError(f"{path.name} lacks {', '.join(missing)}")
+        values = parts["values"].values() if isinstance(parts["values"], dict) else [None]
+        if not all(isinstance(value, dict) and "value" in value for value in values):
+            raise ValueError(f'{path.name}: "values" must hold {{"value": number}} under each key')
         files.append(content)
     return tuple(files)
 
