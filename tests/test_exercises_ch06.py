@@ -48,6 +48,7 @@ KEPT = [
     ("good += times", "met = times"),
     ("    first = min(", "        good, kept = good + met, kept + [(arrival, times)] * met\n    first = min("),
 ]
+MEDIAN = "__import__('statistics').median"
 # Cases E1 and E3, as a reader would make them.
 WRONG_BUILT = [
     ("admit", [("            break", "            continue")], "passed a large one"),
@@ -100,6 +101,13 @@ WRONG_BUILT = [
     ("goodput", [("<= ttft", "< ttft"), ("<= tpot", "< tpot")], "on target to the bit"),
     ("goodput", [(" - first)", ")")], "did not start at 0"),
     ("goodput", [("min(arrival for arrival, _", "min(times[0] for _, times")], "at the first arrival"),
+    ("goodput", [("min(arrival for arrival, _ in requests)", "requests[0][0]")], "need not be the first to arrive"),
+    ("goodput", [("(times[-1] - times[0]) / gaps", f"{MEDIAN}(b - a for a, b in zip(times, times[1:]))")],
+     "mean gap, not the median"),
+    ("goodput", [("(times[-1] - times[0]) / gaps", f"{MEDIAN}_high(b - a for a, b in zip(times, times[1:]))")],
+     "mean gap, not the median"),
+    ("goodput", [("(times[-1] - times[0]) / gaps", "max(b - a for a, b in zip(times, times[1:]))")],
+     "mean gap, not the largest"),
     ("goodput", [("max(times[-1] for _, times in requests)", "requests[-1][1][-1]")], "need not be the last to end"),
     ("goodput", [("(max(times[-1] for _, times in requests) - first)", "len(requests)")], "goodput is a rate"),
     ("goodput", [("good += times", "good += len(times) * (times"), ("<= tpot\n", "<= tpot)\n")], "not tokens"),

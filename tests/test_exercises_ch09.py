@@ -41,8 +41,15 @@ WRONG_BUILT = [
     ("split", [("max(range(1, gpus), key=served)", FLOORED)], "rounding the ratio down .*try them all"),
     ("split", [(BATCH, "min(limit, round((tpot - base) / each))")], "longer than tpot"),
     ("split", [(BATCH, "min(limit, -int((base - tpot) // each))")], "longer than tpot"),
+    ("split", [("max(range(1, gpus), key=served)",
+                "next(p for p in range(1, gpus) if p == gpus - 1 or p / prefill >= (gpus - p) * decode_rate)")],
+     "keep up, .*try them all"),
+    ("split", [("((tokens - 1) * (base + each * batch))", "(prefill + (tokens - 1) * (base + each * batch))")],
+     "prefill keeps other GPUs busy"),
     ("split", [("range(1, gpus), key", "range(2, gpus + 1), key")], "should be"),
 ]  # fmt: skip
+# The checks' numbers are powers of two, so that a division finds the batch as a loop does.
+OTHER_WAYS = [("split", answered(CHAPTER, "split", (BATCH, "min(limit, int((tpot - base) / each))")))]
 RIGHT = {
     ch09.send: (524.288, 41.943, 200, 20.97),
     ch09.division: ("TTFT", 3, "TPOT", "turn a prefill GPU into a decode GPU"),

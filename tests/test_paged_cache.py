@@ -639,7 +639,9 @@ def chapter() -> tuple[str, dict]:
     source = {cell["id"]: "".join(cell["source"]) for cell in cells}
     found = {name: globals()[name] for name in ("BlockPool", "BlockTable", "ContiguousCache", "ModelConfig", "torch")}
     found |= {"np": np, "Counter": Counter, "deque": deque, "dataclass": dataclass}
-    for name in ("lengths", "tally", "replay", "draws", "predict", "replay-pages", "blocks-held"):
+    found["OutOfBlocks"] = OutOfBlocks
+    counting = "lengths", "tally", "replay", "draws", "predict", "replay-pages", "blocks-held"
+    for name in (*counting, "scene", "scene-rules", "play"):
         exec(source[name], found)
     return " ".join("".join(cell["source"]) for cell in cells if cell["cell_type"] == "markdown"), found
 
@@ -698,6 +700,49 @@ def test_room_left_free_trades_sequences_for_work_done_twice(chapter):
     assert first["again"] / tokens > 0.2 and "more than a fifth of all tokens are computed twice" in text
     assert 0.02 < tenth["again"] / tokens < 0.05 and "With a tenth left free it is a few percent" in text
     assert 1 < found["shares"](first)["running"] - found["shares"](tenth)["running"] < 4, "a few sequences"
+
+
+def test_the_scene_of_the_knobs_plays_as_the_chapter_tells_it(chapter):
+    """B4: the steps named below the explorer are those at which it happens."""
+    text, found = chapter
+    scenes = {size: [found["play"](size, step) for step in range(13)] for size in (4, 8, 24)}
+    handed = {size: [size * (s.pool.num_blocks - s.pool.num_free) for s in played] for size, played in scenes.items()}
+
+    def first(size, happens) -> int:
+        return next(step for step, scene in enumerate(scenes[size]) if happens(scene))
+
+    def stuck(scene) -> bool:
+        return "C finds no free block" in scene.log
+
+    for size in (4, 8):
+        assert "Block" in scenes[size][1].log and "B starts, a fork of A." in scenes[size][1].log
+        tables = scenes[size][1].tables
+        shared = 9 // size
+        assert tables["A"].blocks[:shared] == tables["B"].blocks[:shared] and tables["A"].blocks != tables["B"].blocks
+    assert "At step 1 sample B begins: it shares A's full blocks, and the block that is full in part is copied" in text
+    assert handed[24][0] == 24 and handed[24][1] == 48 and "B's copy takes all 24 slots" in text
+    assert sum(scenes[24][3].stored.values()) == 24 and "half of the memory is empty" in text
+    for name, ends in (("C", "B"), ("D", "A")):
+        joined = first(24, lambda scene, name=name: name in scene.tables)
+        assert f"{ends} has ended. {name} starts." in scenes[24][joined].log
+    run = first(4, lambda scene: len(scene.tables) == 4)
+    assert f"With blocks of 4 all four run by step {run}." in text
+    full, sooner = first(4, stuck), first(8, stuck)
+    assert f"comes at step {full}: the pool is full, C finds no free block and stands still for a step." in text
+    assert handed[4][full] == 48 and [stuck(scene) for scene in scenes[4]].count(True) == 1
+    assert f"With blocks of 8 that comes sooner, at step {sooner}, since more slots are empty." in text
+    assert scenes[4][run].stored == scenes[8][run].stored and handed[8][run] > handed[4][run]
+    longest = {size: max(len(t.blocks) for s in played for t in s.tables.values()) for size, played in scenes.items()}
+    assert longest[4] > longest[8] > longest[24] and "Small blocks make the longest tables." in text
+
+
+def test_the_start_of_a_freed_sequence_is_reused_first():
+    """Its last block is freed first, and the block freed last is given away first."""
+    pool = BlockPool(6, 2)
+    blocks = [pool.allocate() for _ in range(3)]
+    for order in (blocks, [blocks[1], blocks[2], blocks[0]]):
+        pool.free(order)
+        assert [pool.allocate() for _ in order] == order
 
 
 def test_a_refused_free_changes_nothing():

@@ -138,7 +138,8 @@ def right_split(gpus, prefill, tokens, base, each, limit, tpot, *, wrong: str = 
         batch = min(limit, math.ceil((tpot - base) / each))
     step = {"base only": base, "target": tpot}.get(wrong, base + each * batch)
     steps = tokens if wrong == "first token" else tokens - 1
-    decode = {"one at a time": 1, "each step": batch * steps}.get(wrong, batch) / (steps * step)
+    decode = {"one at a time": 1, "each step": batch * steps}.get(wrong, batch)
+    decode /= steps * step + (prefill if wrong == "prefill too" else 0)
     rates = (decode, 1 / prefill) if wrong == "swapped" else (1 / prefill, decode)
 
     def served(p: int) -> float:
@@ -147,14 +148,14 @@ def right_split(gpus, prefill, tokens, base, each, limit, tpot, *, wrong: str = 
 
     order = range(gpus - 1, 0, -1) if wrong == "ties" else range(1, gpus)
     best = max(order, key=served)
-    if wrong in ("rounded", "floored"):
-        balance = gpus * rates[1] / sum(rates)
-        best = min(gpus - 1, max(1, round(balance) if wrong == "rounded" else int(balance)))
+    if to_whole := {"rounded": round, "floored": math.floor, "ceiled": math.ceil}.get(wrong):
+        best = min(gpus - 1, max(1, to_whole(gpus * rates[1] / sum(rates))))
     return (gpus - best, best) if wrong == "order" else (best, gpus - best)
 
 
 def split_cases(draw: Draw) -> Iterator[tuple]:
     """Some in which every slip gives another division; each edge once; then at random. Powers of two, so exact."""
+    yield 32, 0.375, 13, 0.08984375, 0.0009765625, 32, 0.093017578125  # balanced just above 16 and 16
     yield 18, 0.3125, 17, 0.01953125, 0.0107421875, 16, 0.041015625  # 8.8 prefill GPUs would be the balance
     yield 14, 0.296875, 17, 0.015625, 0.009765625, 16, 0.04248046875  # a batch of 2.75 would be on target
     yield 53, 0.078125, 9, 0.03515625, 0.00390625, 32, 0.046875  # the target limits the batch, to the bit
@@ -201,6 +202,9 @@ SPLIT_MISTAKES = {
     "the first token comes from the prefill: tokens - 1 steps are left": split_slip("first token"),
     "of two divisions that serve equally many, the one with fewer prefill GPUs is asked for": split_slip("ties"),
     "rounding the ratio can miss the best division: try them all": split_slip("rounded"),
+    "the first division in which the prefill GPUs keep up, or the ratio rounded up, can miss the best one: try them "
+    "all": split_slip("ceiled"),
+    "the prefill keeps other GPUs busy: a decode GPU's time goes into its steps alone": split_slip("prefill too"),
 }
 
 
