@@ -73,12 +73,12 @@ def main(arguments: list[str] | None = None) -> dict[str, dict]:
     chapters = {path.stem[:2]: path for path in sorted(BOOK.glob("[0-9][0-9]_*.ipynb"))}
     parser = argparse.ArgumentParser(prog="python -m benchmarks.chapters", description=__doc__.splitlines()[0])
     parser.add_argument("chapters", nargs="*", help=f"numbers, of {' '.join(chapters)}; all unless given")
-    parser.add_argument("--json", type=Path, help="write the figures as a file of book/measurements")
+    parser.add_argument("--json", type=record.output_file, help="write the figures as a file of book/measurements")
     asked = parser.parse_args(arguments)
     if unknown := [number for number in asked.chapters if number not in chapters]:
         parser.error(f"there is no chapter {unknown[0]!r}: there are {', '.join(chapters)}")
     rows: list[Row] = []
-    for number in asked.chapters or chapters:
+    for number in dict.fromkeys(asked.chapters or chapters):
         found = run(chapters[number])
         rows += found
         for row in found:

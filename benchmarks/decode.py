@@ -13,17 +13,17 @@ what the bytes of a step take at the bandwidth that is measured in the same roun
 from __future__ import annotations
 
 import argparse
+import itertools
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 import torch
 
 from benchmarks import record
 from benchmarks.peers import LlamaCpp, Transformers
-from minillm.config import ModelConfig
+from minillm.config import PRESETS, ModelConfig
 from minillm.kv_cache import ContiguousCache
 from minillm.lab import usable_cores
 from minillm.lab.tables import Table, format_number
@@ -144,10 +144,15 @@ def race(engines: dict, steps: int, rounds: int) -> Comparison:
 
 
 def load(name: str, device: str | None, dtype: str | None) -> Transformer:
-    """The model; where its weights are not installed, its shape with random ones: speed does not depend on them."""
+    """The model; where its weights are not installed, its shape with random ones: speed does not depend on them.
+
+    Raises ValueError for what is neither a checkpoint nor a known shape, and for a device or dtype that is not there.
+    """
     try:
         return load_model(name, device, dtype)
     except (CheckpointError, ImportError) as reason:
+        if name not in PRESETS:
+            raise
         print(f"{name}: random weights, for {reason}")
         device = device or ("cuda" if torch.cuda.is_available() else "cpu")
         dtype = dtype or ("float32" if torch.device(device).type == "cpu" else "bfloat16")
@@ -177,14 +182,25 @@ def run(
     name: str, batches: Sequence[int], contexts: Sequence[int], peers: Sequence[str] = PEERS, steps: int = 32,
     rounds: int = 5, device: str | None = None, dtype: str | None = None,
 ) -> Iterator[Result]:  # fmt: skip
-    """Results of one model, setting by setting. Raises ValueError where a setting does not fit the model."""
+    """Results of one model, setting by setting, measured when they are asked for.
+
+    Raises ValueError, at once, for a model that cannot be loaded and for steps that leave it no room.
+    """
     model = load(name, device, dtype)
+    longest = model.config.max_context - steps - 2
+    if longest < 1:
+        raise ValueError(f"{steps} steps leave no room for a context: {name} holds {model.config.max_context}")
+    return measure(name, model, batches, dict.fromkeys(min(asked, longest) for asked in contexts), peers, steps, rounds)
+
+
+def measure(
+    name: str, model: Transformer, batches: Sequence[int], contexts: Iterable[int], peers: Sequence[str], steps: int,
+    rounds: int,
+) -> Iterator[Result]:  # fmt: skip
+    """Race in every context and batch."""
     machine = Device.measure(model.device, model.dtype)
     engines = make_engines(name, model, machine, peers)
-    longest = model.config.max_context - steps - 2
-    for context in dict.fromkeys(min(asked, longest) for asked in contexts):
-        if context < 1:
-            raise ValueError(f"{steps} steps leave no room for a context: {name} holds {model.config.max_context}")
+    for context in contexts:
         generator = torch.Generator().manual_seed(context)
         prompt = torch.randint(model.config.vocab_size, (context + 1,), generator=generator).tolist()
         for batch in batches:
@@ -198,8 +214,8 @@ def run(
             yield Result(name, batch, context, race(engines, steps, rounds), moved)
 
 
-def parse(arguments: list[str] | None) -> argparse.Namespace:
-    """The command line; see the top of this file."""
+def parse(arguments: list[str] | None) -> tuple[argparse.ArgumentParser, argparse.Namespace]:
+    """The command line and what it says; see the top of this file."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.decode", description=__doc__.splitlines()[0])
     parser.add_argument("--model", nargs="+", default=["smollm2", "tiny"], help="names that load_model knows")
     parser.add_argument("--batch", nargs="+", type=int, default=[1, 8, 32], help="sequences that decode together")
@@ -209,27 +225,28 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=5, help="rounds of taking turns")
     parser.add_argument("--device", help="cpu or cuda")
     parser.add_argument("--dtype", help="float32 on a CPU and bfloat16 on a GPU, unless named")
-    parser.add_argument("--json", type=Path, help="write the figures as a file of book/measurements")
+    parser.add_argument("--json", type=record.output_file, help="write the figures as a file of book/measurements")
     asked = parser.parse_args(arguments)
     for name in ("steps", "rounds"):
         if getattr(asked, name) < 1:
             parser.error(f"--{name} must be 1 or more, got {getattr(asked, name)}")
     if min(asked.batch) < 1:
         parser.error(f"--batch must be 1 or more, got {min(asked.batch)}")
-    return asked
+    return parser, asked
 
 
 def main(arguments: list[str] | None = None) -> list[Result]:
     """Run every setting, print each as it is done, then the table; returns the results."""
-    asked = parse(arguments)
+    parser, asked = parse(arguments)
     torch.set_num_threads(usable_cores())
+    contexts = [CONTEXTS[context] for context in asked.context]
+    settings = (asked.peers, asked.steps, asked.rounds, asked.device, asked.dtype)
+    with record.refusing(parser):  # all models, before the first is measured
+        runs = [run(name, asked.batch, contexts, *settings) for name in asked.model]
     results = []
-    for name in asked.model:
-        contexts = [CONTEXTS[context] for context in asked.context]
-        settings = (asked.peers, asked.steps, asked.rounds, asked.device, asked.dtype)
-        for result in run(name, asked.batch, contexts, *settings):
-            results.append(result)
-            print(Table(list(result.rows()), COLUMNS), flush=True)
+    for result in itertools.chain.from_iterable(runs):
+        results.append(result)
+        print(Table(list(result.rows()), COLUMNS), flush=True)
     here = record.device_name(asked.device)
     print()
     caption = (

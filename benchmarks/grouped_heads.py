@@ -37,6 +37,7 @@ SHARE = 0.05  # of the original steps, as in Ainslie et al. (2023)
 EVALUATIONS = 5  # points of the curve, after the first
 CURVE_WINDOWS = 20  # of the validation text, for the curve and to choose the rate
 HELD_OUT = ("validation", "test")
+DECODE_STEPS = 16  # timed, a round
 
 
 @dataclass(frozen=True)
@@ -66,10 +67,9 @@ def held_out(tokenizer: Tokenizer) -> dict[str, torch.Tensor]:
     return {name: torch.tensor(tokenizer.encode(text).ids) for name, text in texts.items()}
 
 
-def measure_quality(model: Transformer, heads: int, ids: dict, steps: int, rates: Sequence[float]) -> Quality:
-    """Convert, train on at every rate, keep the better one on the validation text, then look at the test text."""
-    context = model.config.max_context
-    converted = gqa.convert(model, heads)
+def measure_quality(converted: Transformer, ids: dict, steps: int, rates: Sequence[float]) -> Quality:
+    """Train on at every rate, keep the better one on the validation text, then look at the test text."""
+    context, heads = converted.config.max_context, converted.config.n_kv_heads
     watched = {round(steps * i / EVALUATIONS) for i in range(1, EVALUATIONS + 1)}
 
     def validation_loss(m: Transformer) -> float:
@@ -158,8 +158,8 @@ def measure_speed(
             yield Speed(batch, context, decode.race(engines, steps, rounds), predicted)
 
 
-def parse(arguments: list[str] | None) -> argparse.Namespace:
-    """The command line; see the top of this file."""
+def parse(arguments: list[str] | None) -> tuple[argparse.ArgumentParser, argparse.Namespace]:
+    """The command line and what it says; see the top of this file."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.grouped_heads", description=__doc__.splitlines()[0])
     parser.add_argument("--parts", nargs="+", choices=["quality", "speed"], default=["quality"])
     parser.add_argument("--text", type=Path, help="the training text: a folder of .txt files, or janeaustenr's .deb")
@@ -174,7 +174,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--context", nargs="+", type=int, default=[64, 4096])
     parser.add_argument("--rounds", type=int, default=5, help="rounds of taking turns")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--json", type=Path, help="write the figures as a file of book/measurements")
+    parser.add_argument("--json", type=record.output_file, help="write the figures as a file of book/measurements")
     asked = parser.parse_args(arguments)
     if "quality" in asked.parts and asked.text is None:
         parser.error("--text is needed to train on; --parts speed does without")
@@ -182,22 +182,30 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     for name, value in (("steps", asked.steps), ("rounds", asked.rounds)):
         if value < 1:
             parser.error(f"--{name} must be 1 or more, got {value}")
-    return asked
+    return parser, asked
 
 
-def run_quality(asked: argparse.Namespace) -> list[Quality]:
-    """All numbers of heads, one after the other."""
+def load_quality(asked: argparse.Namespace) -> tuple[list[Transformer], dict[str, torch.Tensor]]:
+    """The model at all numbers of heads, and the ids of all texts. Raises ValueError for what cannot be had."""
     tokenizer = Tokenizer.from_file(str(train.HERE / "tokenizer.json"))
     ids = {"train": train.encode(tokenizer, corpus.split(asked.text)["train"])} | held_out(tokenizer)
     model = load_model(asked.model, "cpu", "float32")
-    return [measure_quality(model, heads, ids, asked.steps, asked.rates) for heads in asked.heads]
+    return [gqa.convert(model, heads) for heads in asked.heads], ids
 
 
-def run_speed(asked: argparse.Namespace) -> list[Speed]:
+def find_shape(asked: argparse.Namespace) -> ModelConfig:
+    """The shape to time. Raises ValueError for one that is not known or too short for a context."""
+    config, longest = ModelConfig.preset(asked.shape), max(asked.context)
+    if longest + DECODE_STEPS + 1 > config.max_context:
+        most = config.max_context - DECODE_STEPS - 1
+        raise ValueError(f"--context {longest} is too long for {asked.shape}, which has room for {most} here")
+    return config
+
+
+def run_speed(config: ModelConfig, asked: argparse.Namespace) -> list[Speed]:
     """All batches and contexts of one shape."""
-    config = ModelConfig.preset(asked.shape)
     results = []
-    for result in measure_speed(config, asked.batch, asked.context, 16, asked.rounds, asked.device):
+    for result in measure_speed(config, asked.batch, asked.context, DECODE_STEPS, asked.rounds, asked.device):
         results.append(result)
         print(f"batch {result.batch}, context {result.context}: {result.taken}", flush=True)
     return results
@@ -205,15 +213,18 @@ def run_speed(asked: argparse.Namespace) -> list[Speed]:
 
 def main(arguments: list[str] | None = None) -> dict[str, dict]:
     """Run what was asked, print it, and record it where `--json` says; returns the recorded values."""
-    asked = parse(arguments)
+    parser, asked = parse(arguments)
     torch.set_num_threads(usable_cores())
+    with record.refusing(parser):  # both parts, before either is measured
+        models, ids = load_quality(asked) if "quality" in asked.parts else ([], {})
+        shape = find_shape(asked) if "speed" in asked.parts else None
     values: dict[str, dict] = {}
-    if "quality" in asked.parts:
-        results = run_quality(asked)
+    if models:
+        results = [measure_quality(model, ids, asked.steps, asked.rates) for model in models]
         print(quality_table(results))
         values |= {key: value for result in results for key, value in result.values().items()}
-    if "speed" in asked.parts:
-        speeds = run_speed(asked)
+    if shape:
+        speeds = run_speed(shape, asked)
         columns = ["batch, context", "KV heads", "a step", ("predicted", "times faster"), ("measured", "times faster")]
         print(Table([row for speed in speeds for row in speed.rows()], columns, f"{asked.shape}, random weights"))
         values |= {f"{asked.shape}_{key}": value for speed in speeds for key, value in speed.values().items()}

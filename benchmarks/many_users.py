@@ -15,21 +15,20 @@ import statistics
 import sys
 import time
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import torch
 
 from benchmarks import record
 from benchmarks.decode import load
-from minillm.config import EngineConfig
+from minillm.config import EngineConfig, ModelConfig
 from minillm.engine import Engine
 from minillm.lab import usable_cores
 from minillm.lab.tables import Table
 from minillm.lab.timing import Comparison, Timing
 from minillm.runner import ModelRunner
 from minillm.sampling import SamplingParams
-from minillm.workload import converse, make_sessions, programs
+from minillm.workload import Session, converse, make_sessions, programs
 
 STALL_COLUMNS = ["prompts", ("ITL, p99", "ms, of those who decode"), ("longest ITL", "ms"), ("TTFT", "s, long prompt")]
 PREFIX_COLUMNS = ["program", ("hit rate", "of prompt tokens"), ("throughput", "cache on, times off; middle half")]
@@ -71,11 +70,26 @@ def measure_stall(model, rounds: int, budget: int) -> list[tuple]:
     return rows
 
 
-def measure_prefixes(model, rounds: int, count: int, unit: int) -> list[tuple]:
+def draw_programs(config: ModelConfig, count: int, unit: int) -> dict[str, list[Session]]:
+    """The sessions of every program. Raises ValueError for a program that outgrows the model's context."""
+    drawn = {
+        name: make_sessions(count, vocab_size=config.vocab_size, seed=1, **shape)
+        for name, shape in programs(unit).items()
+    }
+    for name, sessions in drawn.items():
+        longest = max(sum(map(len, s.turns)) + len(s.turns) * s.params.max_tokens for s in sessions)
+        if longest > config.max_context:
+            raise ValueError(
+                f"--unit {unit} lets the program {name!r} grow to {longest} tokens, and the model holds "
+                f"{config.max_context}: take a smaller unit"
+            )
+    return drawn
+
+
+def measure_prefixes(model, rounds: int, drawn: dict[str, list[Session]]) -> list[tuple]:
     """Every program with the cache on and off, in turn: a table row each."""
-    rows, vocab = [], model.config.vocab_size
-    for name, shape in programs(unit).items():
-        sessions = make_sessions(count, vocab_size=vocab, seed=1, **shape)
+    rows = []
+    for name, sessions in drawn.items():
         settings = {way: EngineConfig(prefix_caching=way == "on", max_batch_size=4) for way in ("off", "on")}
         runners = {way: ModelRunner(model, config) for way, config in settings.items()}
         seconds: dict[str, list[float]] = {way: [] for way in settings}
@@ -103,28 +117,31 @@ def main(arguments: list[str] | None = None) -> dict[str, dict]:
     parser.add_argument("--budget", type=int, default=64, help="tokens a step, with chunks")
     parser.add_argument("--sessions", type=int, default=16, help="of each program; four run at once")
     parser.add_argument("--unit", type=int, default=8, help="tokens that scale the programs' lengths")
-    parser.add_argument("--json", type=Path, help="write the figures as a file of book/measurements")
+    parser.add_argument("--json", type=record.output_file, help="write the figures as a file of book/measurements")
     asked = parser.parse_args(arguments)
     for name in ("rounds", "budget", "sessions", "unit"):
         if getattr(asked, name) < 1:
             parser.error(f"--{name} must be 1 or more, got {getattr(asked, name)}")
     torch.set_num_threads(usable_cores())
-    model, here = load(asked.model, None, None), record.device_name()
+    with record.refusing(parser):
+        model = load(asked.model, None, None)
+        drawn = draw_programs(model.config, asked.sessions, asked.unit)
+    here = record.device_name()
     caption = f"{asked.model} on {here}, torch {torch.__version__}. Medians of {asked.rounds} rounds in turn."
     stalls = measure_stall(model, asked.rounds, max(asked.budget, 4))
     print(Table([(n, f"{a:.0f}", f"{b:.0f}", f"{c:.2f}") for n, a, b, c in stalls], STALL_COLUMNS, caption), flush=True)
-    shared = measure_prefixes(model, asked.rounds, asked.sessions, asked.unit)
+    shared = measure_prefixes(model, asked.rounds, drawn)
     print(Table([(name, f"{100 * hits:.0f}%", str(ratio)) for name, hits, ratio in shared], PREFIX_COLUMNS, caption))
     values = {}
     for name, p99, longest, ttft in stalls:
         key = name.split(",")[0]
-        values[f"stall_p99_itl_{key}"] = {"value": p99, "unit": "ms"}
-        values[f"stall_longest_itl_{key}"] = {"value": longest, "unit": "ms"}
-        values[f"stall_ttft_{key}"] = {"value": ttft, "unit": "s"}
+        values[f"{asked.model}_stall_p99_itl_{key}"] = {"value": p99, "unit": "ms"}
+        values[f"{asked.model}_stall_longest_itl_{key}"] = {"value": longest, "unit": "ms"}
+        values[f"{asked.model}_stall_ttft_{key}"] = {"value": ttft, "unit": "s"}
     for name, hit_rate, ratio in shared:
         key = name.replace(" ", "_").replace("-", "_")
-        values[f"prefix_hit_rate_{key}"] = {"value": hit_rate, "unit": ""}
-        values[f"prefix_speedup_{key}"] = {
+        values[f"{asked.model}_prefix_hit_rate_{key}"] = {"value": hit_rate, "unit": ""}
+        values[f"{asked.model}_prefix_speedup_{key}"] = {
             "value": ratio.median, "unit": "×", "low": ratio.low, "high": ratio.high
         }  # fmt: skip
     if asked.json:

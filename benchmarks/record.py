@@ -1,15 +1,41 @@
-"""A benchmark's figures as a file of `book/measurements`: where, when and by which command they were measured."""
+"""What the benchmarks share: refusals before anything is measured, and the figures as a file of `book/measurements`.
+
+The file says where, when and by which command they were measured.
+"""
 
 from __future__ import annotations
 
+import argparse
+import contextlib
 import datetime
 import json
 import platform
 import shlex
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import torch
+
+
+def output_file(text: str) -> Path:
+    """The `type` of an option for a file that is written at the end: its folder must be there at the start."""
+    file = Path(text)
+    if file.is_dir():
+        raise argparse.ArgumentTypeError(f"{text!r} is a folder; name a file, such as {file / 'here.json'}")
+    if not file.parent.is_dir():
+        raise argparse.ArgumentTypeError(
+            f"there is no folder {str(file.parent)!r} to put {file.name!r} in; make it first"
+        )
+    return file
+
+
+@contextlib.contextmanager
+def refusing(parser: argparse.ArgumentParser) -> Iterator[None]:
+    """Around what loads and checks, not what measures: a ValueError ends the command with its message and the usage."""
+    try:
+        yield
+    except ValueError as reason:
+        parser.error(str(reason))
 
 
 def write(file: Path, command: Sequence, values: dict[str, dict], device: str | None = None) -> None:

@@ -19,7 +19,6 @@ import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 import torch
 
@@ -32,6 +31,7 @@ from minillm.lab import usable_cores
 from minillm.lab.tables import Table, format_number
 from minillm.lab.timing import Comparison, Timing
 from minillm.model import Transformer
+from minillm.naive import check_prompt
 from minillm.roofline import Device, measure_bandwidth
 from minillm.runner import ModelRunner
 from minillm.simulate import SimulatedRunner
@@ -188,10 +188,20 @@ def check_outputs(name: str, outputs: list[list[int]], requests: Sequence[TimedR
         raise RuntimeError(f"outputs of {made} tokens instead of {wanted}")
 
 
-def run(name: str, asked: argparse.Namespace) -> Result:
-    """One model, all engines. Raises ValueError where the lengths do not fit the model."""
+def prepare(name: str, asked: argparse.Namespace) -> tuple[Transformer, list[TimedRequest]]:
+    """The model and its requests. Raises ValueError for a model that cannot be loaded, or that cannot hold them."""
     model = load(name, asked.device, asked.dtype)
     requests = varied_lengths(asked.requests, asked.prompts, asked.outputs, model.config.vocab_size, asked.seed)
+    for request in requests:
+        try:
+            check_prompt(request.prompt_ids, request.params, model.config)
+        except ValueError as reason:
+            raise ValueError(f"--prompts and --outputs draw what {name} cannot hold: {reason}") from reason
+    return model, requests
+
+
+def run(name: str, model: Transformer, requests: list[TimedRequest], asked: argparse.Namespace) -> Result:
+    """One model, all engines."""
     blocks = -(-(asked.prompts[1] + asked.outputs) // 16)
     config = EngineConfig(
         block_size=16, num_blocks=asked.batch * blocks, max_batch_size=asked.batch, token_budget=asked.budget
@@ -209,8 +219,8 @@ def run(name: str, asked: argparse.Namespace) -> Result:
     return Result(name, tokens, taken, moved, {engine: engines[engine].shares for engine in (OURS, STATIC)})
 
 
-def parse(arguments: list[str] | None) -> argparse.Namespace:
-    """The command line; see the top of this file."""
+def parse(arguments: list[str] | None) -> tuple[argparse.ArgumentParser, argparse.Namespace]:
+    """The command line and what it says; see the top of this file."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.serving", description=__doc__.splitlines()[0])
     parser.add_argument("--model", nargs="+", default=["smollm2"], help="names that load_model knows")
     parser.add_argument("--requests", type=int, default=64)
@@ -223,7 +233,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=0, help="of the lengths and prompts")
     parser.add_argument("--device", help="cpu or cuda")
     parser.add_argument("--dtype", help="float32 on a CPU and bfloat16 on a GPU, unless named")
-    parser.add_argument("--json", type=Path, help="write the figures as a file of book/measurements")
+    parser.add_argument("--json", type=record.output_file, help="write the figures as a file of book/measurements")
     asked = parser.parse_args(arguments)
     for name, least in (("requests", 1), ("batch", 1), ("rounds", 1), ("outputs", SHORTEST + 1), ("seed", 0)):
         if getattr(asked, name) < least:
@@ -232,16 +242,18 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
         parser.error(f"--prompts must be two lengths in order, got {asked.prompts}")
     if asked.budget < asked.batch:
         parser.error(f"--budget must be at least --batch, {asked.batch}, got {asked.budget}")
-    return asked
+    return parser, asked
 
 
 def main(arguments: list[str] | None = None) -> list[Result]:
     """Race on every model, print a table each; returns the results."""
-    asked, results = parse(arguments), []
+    (parser, asked), results = parse(arguments), []
     torch.set_num_threads(usable_cores())
+    with record.refusing(parser):  # all models, before the first is measured
+        prepared = {name: prepare(name, asked) for name in asked.model}
     here = record.device_name(asked.device)
-    for name in asked.model:
-        result = run(name, asked)
+    for name, (model, requests) in prepared.items():
+        result = run(name, model, requests, asked)
         results.append(result)
         caption = (
             f"{name} on {here}, torch {torch.__version__}. {asked.requests} requests at once, {result.tokens:,} output "

@@ -12,6 +12,7 @@ explain (the attention's gathers, norms, sampling), one above 1 means that weigh
 from __future__ import annotations
 
 import argparse
+import itertools
 import math
 import statistics
 import time
@@ -27,6 +28,7 @@ from minillm.engine import Engine
 from minillm.lab import usable_cores
 from minillm.lab.tables import Table, format_number
 from minillm.lab.timing import Timing, format_seconds
+from minillm.model import Transformer
 from minillm.roofline import Device
 from minillm.runner import ModelRunner
 from minillm.scheduler import Step
@@ -78,17 +80,23 @@ class Result:
 
 
 def run(name: str, batches: Sequence[int], prompt: int, steps: int, device: str | None = None) -> Iterator[Result]:
-    """`steps` decode steps of each batch, and as many prompts of `prompt` tokens, one a step.
+    """`steps` decode steps of each batch, and as many prompts of `prompt` tokens, one a step; measured when asked for.
 
-    Raises ValueError where a setting does not fit the model's context.
+    Raises ValueError, at once, for a model that cannot be loaded and where a setting does not fit its context.
     """
     model = load(name, device, None)
+    room = model.config.max_context
+    context = min(CONTEXT, room - steps - 3)
+    if not (context >= 1 and prompt + 1 <= room):
+        raise ValueError(f"{name} holds {room} tokens: too few for {steps} decode steps or a prompt of {prompt}")
+    return measure_steps(name, model, batches, context, prompt, steps)
+
+
+def measure_steps(
+    name: str, model: Transformer, batches: Sequence[int], context: int, prompt: int, steps: int
+) -> Iterator[Result]:
+    """A result for each batch at `context`, then one for the prompts."""
     config, machine = model.config, Device.measure(model.device, model.dtype)
-    context = min(CONTEXT, config.max_context - steps - 3)
-    if not (context >= 1 and prompt + 1 <= config.max_context):
-        raise ValueError(
-            f"{name} holds {config.max_context} tokens: too few for {steps} decode steps or a prompt of {prompt}"
-        )
 
     def measure(label: str, requests: int, length: int, tokens: int, counts: list[int]) -> Result:
         settings = EngineConfig(
@@ -122,7 +130,9 @@ def main(arguments: list[str] | None = None) -> list[Result]:
         if value < least:
             parser.error(f"--{name} must be {least} or more, got {value}")
     torch.set_num_threads(usable_cores())
-    results = [r for name in asked.model for r in run(name, asked.decode, asked.prompt, asked.steps, asked.device)]
+    with record.refusing(parser):  # all models, before the first is measured
+        runs = [run(name, asked.decode, asked.prompt, asked.steps, asked.device) for name in asked.model]
+    results = list(itertools.chain.from_iterable(runs))
     here = f"{record.device_name(asked.device)}, torch {torch.__version__}"
     caption = f"{here}. Medians of {asked.steps} steps; with them the middle half, and what the prediction is bound by."
     print(Table([result.row() for result in results], COLUMNS, caption))

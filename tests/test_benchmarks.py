@@ -1,13 +1,15 @@
 """The decode benchmark: the same work on all sides, and figures that add up. No timing is asserted."""
 
+import argparse
 import json
 import statistics
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
 
-from benchmarks import decode, peers
+from benchmarks import chapters, decode, grouped_heads, many_users, peers, record, serving, simulate
 from minillm import naive
 from minillm.config import ModelConfig
 from minillm.lab import tables
@@ -103,7 +105,7 @@ def test_what_cannot_run_is_said(steady_machine, monkeypatch, capsys):
     """A peer that is not installed, and weights that are not: a word, and the rest goes on."""
     monkeypatch.setattr(decode, "LlamaCpp", missing_package)
     monkeypatch.setattr(decode, "Transformers", missing_package)
-    monkeypatch.setattr(decode, "find_checkpoint", lambda name: decode.Path("model.gguf"))
+    monkeypatch.setattr(decode, "find_checkpoint", lambda name: Path("model.gguf"))
     model = Transformer(CONFIG).initialize(1).requires_grad_(False)
     engines = decode.make_engines("smollm2", model, LAPTOP, decode.PEERS)
     assert list(engines) == ["bound", "minillm"]
@@ -137,4 +139,68 @@ def test_no_room_for_a_context(steady_machine, monkeypatch):
     """More steps than the model's context holds."""
     monkeypatch.setattr(decode, "load", lambda *_: Transformer(CONFIG).initialize(1).requires_grad_(False))
     with pytest.raises(ValueError, match="62 steps leave no room for a context: tiny holds 64"):
-        next(decode.run("tiny", [1], [8], [], steps=62))
+        decode.run("tiny", [1], [8], [], steps=62)
+
+
+@pytest.mark.parametrize("benchmark", [chapters, decode, grouped_heads, many_users, serving])
+def test_a_place_that_cannot_hold_the_figures_is_refused_at_once(benchmark, tmp_path, capsys, monkeypatch):
+    """Every benchmark that writes figures: a folder that is missing, and a folder instead of a file."""
+    monkeypatch.setattr(benchmark.record, "write", lambda *_: pytest.fail("it ran"))
+    for place, message in (
+        (tmp_path / "missing" / "here.json", f"there is no folder {str(tmp_path / 'missing')!r}"),
+        (tmp_path, f"{str(tmp_path)!r} is a folder; name a file, such as {tmp_path / 'here.json'}"),
+    ):
+        with pytest.raises(SystemExit):
+            benchmark.main(["--json", str(place)])
+        assert f"argument --json: {message}" in capsys.readouterr().err
+
+
+def test_a_file_may_be_new_or_there_already(tmp_path, monkeypatch):
+    """In a folder that exists; the working folder needs no name."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "old.json").write_text("{}")
+    for place in ("new.json", "old.json", str(tmp_path / "new.json")):
+        assert record.output_file(place) == Path(place)
+    with pytest.raises(argparse.ArgumentTypeError, match="is a folder"):
+        record.output_file("")
+
+
+@pytest.mark.parametrize(
+    ("benchmark", "arguments"),
+    [
+        (decode, ["--model", "draft", "nothing"]), (serving, ["--model", "draft", "nothing"]),
+        (simulate, ["--model", "draft", "nothing"]), (many_users, ["--model", "nothing"]),
+        (grouped_heads, ["--parts", "speed", "--shape", "nothing"]),
+    ],
+)  # fmt: skip
+def test_an_unknown_model_ends_the_command_before_anything_is_measured(benchmark, arguments, capsys, monkeypatch):
+    """Also where it is the second: the usage, and which names there are."""
+    monkeypatch.setattr(Device, "measure", lambda *_: pytest.fail("it measured"))
+    with pytest.raises(SystemExit):
+        benchmark.main(arguments)
+    error = capsys.readouterr().err
+    assert error.startswith("usage: python -m benchmarks.") and "nothing" in error.splitlines()[-1]
+    assert "draft, post-0.5b, smollm2, tiny, tiny-mha" in error.splitlines()[-1]
+
+
+def test_a_broken_checkpoint_keeps_its_reason(tmp_path, capsys):
+    """No shape stands in for a folder, and it is not called an unknown name."""
+    with pytest.raises(SystemExit):
+        decode.main(["--model", str(tmp_path)])
+    printed = capsys.readouterr()
+    assert f"{tmp_path}" in printed.err.splitlines()[-1] and "unknown preset" not in printed.err
+    assert "random weights" not in printed.out
+
+
+@pytest.mark.parametrize(
+    ("benchmark", "arguments", "message"),
+    [
+        (decode, ["--model", "draft", "--steps", "511"], "511 steps leave no room for a context: draft holds 512"),
+        (simulate, ["--model", "draft", "--prompt", "512"], "draft holds 512 tokens: too few"),
+        (decode, ["--model", "draft", "--device", "abacus"], "unknown device 'abacus'; use 'cpu' or 'cuda'"),
+    ],
+)
+def test_what_the_model_or_the_machine_cannot_do_ends_the_command(benchmark, arguments, message, capsys):
+    with pytest.raises(SystemExit):
+        benchmark.main(arguments)
+    assert f"error: {message}" in capsys.readouterr().err

@@ -56,6 +56,12 @@ def test_rows_with_a_key_are_recorded_and_then_shown(book, capsys, monkeypatch):
     assert lab.predicted_vs_measured is tables.predicted_vs_measured
 
 
+def test_a_chapter_that_is_named_twice_runs_once(book, capsys):
+    found = chapters.main(["01", "01"])
+    assert list(found) == ["step", "rate"]
+    assert capsys.readouterr().out.count("01  step") == 1
+
+
 def test_a_key_names_one_figure():
     row = lab.Row("a", 1.0, 2.0, key="same")
     with pytest.raises(ValueError, match="'same'.*'b'"):

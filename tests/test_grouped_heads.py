@@ -96,7 +96,7 @@ def test_speed_is_measured_at_every_number_of_heads(small, capsys):
 
 def test_the_share_of_the_steps_is_the_papers():
     """5% of the steps that the model was trained for."""
-    asked = grouped_heads.parse(["--text", "x"])
+    _, asked = grouped_heads.parse(["--text", "x"])
     assert asked.steps == 75 == 0.05 * train.RECIPES["tiny-mha"].steps
     assert asked.heads == [8, 4, 2, 1] and asked.text == Path("x")
 
@@ -109,3 +109,26 @@ def test_bad_arguments_are_refused(arguments, message, capsys):
     with pytest.raises(SystemExit):
         grouped_heads.main(arguments)
     assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--text", "missing"], "missing is neither a folder with .txt files"),
+        (["--text", "FOLDER", "--heads", "4", "3"], "4 key/value heads cannot form 3 equal groups; use one of 1, 2, 4"),
+        (["--parts", "speed", "--context", "5", "32"], "--context 32 is too long for smollm2, which has room for 31"),
+    ],
+)
+def test_what_cannot_be_measured_is_refused_before_anything_is(small, arguments, message, capsys, monkeypatch):
+    for part in ("measure_quality", "measure_speed"):
+        monkeypatch.setattr(grouped_heads, part, lambda *_: pytest.fail("it measured"))
+    with pytest.raises(SystemExit):
+        grouped_heads.main([str(small[1]) if word == "FOLDER" else word for word in arguments])
+    assert f"error: {message}" in capsys.readouterr().err
+
+
+def test_the_longest_context_that_is_taken_can_be_timed(small):
+    """One token more is refused, see above."""
+    assert grouped_heads.main(
+        ["--parts", "speed", "--batch", "1", "--context", "31", "--rounds", "1", "--device", "cpu"]
+    )

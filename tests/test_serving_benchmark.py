@@ -150,6 +150,18 @@ def test_our_own_fault_is_not_skipped(steady_machine, monkeypatch):
         serving.main([*SHORT, "--peers"])
 
 
+@pytest.mark.parametrize("lengths", [["300", "600"], ["500", "501"], ["600", "600"]])
+def test_requests_that_the_model_cannot_hold_are_refused(lengths, capsys, monkeypatch):
+    """Before anything is measured, with the engine's own reason; no engine serves a part of them."""
+    monkeypatch.setattr(serving, "make_engines", lambda *_: pytest.fail("it went on"))
+    monkeypatch.setattr(serving.Device, "measure", lambda *_: pytest.fail("it measured"))
+    with pytest.raises(SystemExit):
+        serving.main(["--model", "draft", "--requests", "8", "--prompts", *lengths])
+    error = capsys.readouterr().err.splitlines()[-1]
+    assert "--prompts and --outputs draw what draft cannot hold" in error
+    assert "exceed the model's context of 512" in error
+
+
 @pytest.mark.parametrize(
     "arguments",
     [
