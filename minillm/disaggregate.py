@@ -155,8 +155,7 @@ class Disaggregated:
 
     `model` is as for `load_model`; `timeout` seconds without a sign of life end what is unfinished; `devices` are those
     of the two processes. `transfers` grows by one entry for each prefill step. Text, stop strings and `n > 1` are for
-    `LLM`: here a prompt is token ids and gets one answer. Raises ValueError for a setting that makes no sense,
-    RuntimeError if the workers do not start.
+    `LLM`: a prompt is token ids, with one answer. Raises ValueError for a bad setting, RuntimeError for no start.
     """
 
     def __init__(
@@ -182,13 +181,12 @@ class Disaggregated:
         context = mp.get_context("spawn")
         self._folder = tempfile.TemporaryDirectory()
         setting = Setting(model, config, dtype, devices, threads, f"file://{self._folder.name}/rendezvous")
-        self._inboxes = [context.Queue(), context.Queue()]
-        self.workers, self._lines = [], []
+        self._inboxes, self.workers, self._lines = [context.Queue(), context.Queue()], [], []
         for rank in (PREFILL, DECODE):
             ours, theirs = context.Pipe(duplex=False)  # not a queue: its end tells that a process is gone
-            arguments = (rank, self._inboxes[rank], theirs, setting)
-            self.workers.append(context.Process(target=spawned, args=arguments, daemon=True))
-            self.workers[-1].start()
+            worker = context.Process(target=spawned, args=(rank, self._inboxes[rank], theirs, setting), daemon=True)
+            worker.start()
+            self.workers.append(worker)
             theirs.close()
             self._lines.append(ours)
         if not all(map(self._is_ready, self._lines)):
@@ -203,7 +201,9 @@ class Disaggregated:
         if not self._inboxes:
             raise ValueError("this pair is closed: make a new one")
         params = SamplingParams() if params is None else params
-        if getattr(params, "stop", ()):
+        if not isinstance(params, SamplingParams):
+            raise ValueError(f"params must be SamplingParams, got {type(params).__name__}")
+        if params.stop:
             raise ValueError(f"stop strings {list(params.stop)} need a tokenizer: use stop_token_ids here")
         for number, prompt in enumerate(prompts):
             try:

@@ -143,11 +143,13 @@ class StepCost:
 
     @property
     def time(self) -> float:
-        """Seconds: memory and arithmetic overlap, so the slower counts; overhead is added.
-
-        A GPU that is fed ahead of time hides part of the overhead, and then the truth is a little below.
-        """
+        """Seconds: the slower of memory and arithmetic, and overhead, of which a GPU that is fed ahead hides a part."""
         return max(self.memory_time, self.compute_time) + self.overhead
+
+    @property
+    def time_in_turn(self) -> float:
+        """Seconds if memory and arithmetic take turns instead; real kernels lie between this and `time`."""
+        return self.memory_time + self.compute_time + self.overhead
 
     @property
     def bound(self) -> str:
@@ -173,10 +175,9 @@ def step_cost(
     default to `dtype`, or to bfloat16 where the weights are integers. `sampled` rows go through the output
     head, which makes logits: one per request if None, 0 for a chunk in the middle of a prompt.
 
-    Counted: every weight once, however many tokens share it (of an input embedding that is not the output
-    head as well, only the rows looked up); stored keys and values once, new ones written once; two operations per
-    weight of every matrix product, and 4 * q_dim per layer for each pair of a new token and a token it sees, itself
-    included.
+    Counted: every weight once, however many tokens share it (of an input embedding that is not the head, only the rows
+    looked up); stored keys and values once, new ones written once; two operations per weight of every product, and
+    4 * q_dim per layer for each pair of a new token and a token it sees, itself included.
     Raises ValueError for an empty step, a request without new tokens, a negative context, an unknown dtype.
     """
     tokens = pairs = stored = count = 0

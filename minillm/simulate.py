@@ -88,7 +88,7 @@ class SimulatedRunner:
         The tokens mean nothing: requests should ask for a length with `ignore_eos`, as those of `make_workload` do.
         """
         cost = self.cost(step)
-        self._now += cost.time if self.overlap else cost.memory_time + cost.compute_time + cost.overhead
+        self._now += cost.time if self.overlap else cost.time_in_turn
         return [[PLACEHOLDER] * drawn for drawn in step.samples]
 
 
