@@ -338,6 +338,20 @@ def test_source_sees_through_decorators_and_properties():
     assert method.code.startswith("def num_parameters") and "\n    attention = " in method.code
 
 
+def test_shown_docstrings_fit_the_page_and_the_code_stays():
+    for file in sorted(Path(minillm.__file__).parent.glob("*.py")):
+        code = file.read_text(encoding="utf-8")
+        shown = source.refill(code)
+        assert shown.split() == code.split(), file.name
+        docstrings = re.findall(r'"""(.*?)"""', shown, flags=re.DOTALL)
+        plain = [text for text in docstrings if not re.search(r"\n(- |    \[)", text)]  # no list and no layout in it
+        assert max(len(line) for text in plain for line in text.splitlines()) <= source.COLUMNS, file.name
+        bodies = [re.sub(r'""".*?"""', "", text, flags=re.DOTALL) for text in (code, shown)]
+        assert bodies[0] == bodies[1], file.name
+    part = "key=lambda node: -node.line)"
+    assert source.refill(part) == part
+
+
 @pytest.mark.parametrize("thing", [len, 3, torch.Tensor.add])
 def test_source_refuses_what_has_none(thing):
     with pytest.raises(ValueError, match="no source"):

@@ -27,9 +27,10 @@ from minillm.lab.tables import format_number
 MOST_FRAMES = 200
 LARGEST_HTML = 600_000  # bytes
 CSS = (
-    ".minillm-controls{display:flex;flex-wrap:wrap;gap:.5rem 1.75rem;margin:0 auto .75rem;font-size:.9em;color:inherit}"
+    ".minillm-controls{display:grid;grid-template-columns:repeat(auto-fill,minmax(12rem,1fr));gap:.5rem 1.75rem;"
+    "margin:0 auto .75rem;font-size:.9em;color:inherit}"
     ".minillm-controls[hidden]{display:none}"
-    ".minillm-controls label{display:flex;flex-direction:column;gap:.15rem;flex:1 1 12rem;max-width:22rem;margin:0}"
+    ".minillm-controls label{display:flex;flex-direction:column;gap:.15rem;max-width:22rem;margin:0}"
     ".minillm-controls .top{display:flex;justify-content:space-between;gap:1rem}"
     ".minillm-controls .top span+span{font-weight:600;font-variant-numeric:tabular-nums;white-space:nowrap}"
     ".minillm-controls input{width:100%;margin:0;height:1.5rem;accent-color:var(--mini-weights);background:none}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import inspect
 import sys
 import textwrap
@@ -30,13 +31,16 @@ CSS = "".join(
 ) + (
     ".minillm-source{margin:1rem 0;padding:0}"
     ".minillm-source figcaption{margin:0 0 .3rem}"
-    ".minillm-source .highlight{max-height:34rem;overflow:auto;margin:0;border:1px solid var(--mini-grid);"
+    ".minillm-source .highlight{max-height:34.5rem;overflow:auto;margin:0;border:1px solid var(--mini-grid);"
     "border-radius:.25rem}"
     ".minillm-source pre{margin:0;padding:.7rem .9rem;border:0;overflow:visible;width:max-content;min-width:100%;"
     "box-sizing:border-box;line-height:1.45;font-size:.85em;white-space:pre}"
-    "@media print{.minillm-source .highlight{max-height:none;overflow:visible}"
-    ".minillm-source pre{width:auto;white-space:pre-wrap}}"
+    "@media print{.minillm-source .highlight{max-height:none;overflow:visible}}"
+    "@media print,(min-width:600px){.minillm-source pre{width:auto;white-space:pre-wrap}}"
 )
+
+
+COLUMNS = 92  # as many characters as a line of code has room for on a page of the book
 
 
 class Source:
@@ -60,9 +64,9 @@ class Source:
 
     @property
     def html(self) -> str:
-        """The code, highlighted, in a box that scrolls where it is long or wide."""
+        """The code, highlighted, its docstrings as wide as the page, in a box that scrolls where it is long."""
         formatter = HtmlFormatter(cssclass="highlight", wrapcode=True)
-        code = highlight(self.code, PythonLexer(), formatter)
+        code = highlight(refill(self.code), PythonLexer(), formatter)
         name = escape(f"Source of {self.name}", quote=True)
         code = code.replace("<div ", f'<div role="region" tabindex="0" aria-label="{name}" ', 1)
         place = f"<code>{escape(self.path)}</code>, line {self.line}"
@@ -73,6 +77,34 @@ class Source:
 
     def _repr_mimebundle_(self, include=None, exclude=None) -> dict[str, str]:
         return {"text/html": self.html, "text/plain": f"# {self.path}, line {self.line}\n{self.code}"}
+
+
+def refill(code: str) -> str:
+    """The code with the paragraphs of its docstrings set anew where a line of them is over COLUMNS."""
+    try:
+        tree = ast.parse(code)
+    except SyntaxError:  # a lambda, cut out of its statement
+        return code
+    lines = code.splitlines()
+    documented = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+    found = [node.body[0] for node in ast.walk(tree) if isinstance(node, documented) and ast.get_docstring(node)]
+    for docstring in sorted(found, key=lambda node: -node.lineno):
+        here, margin = slice(docstring.lineno - 1, docstring.end_lineno), " " * docstring.col_offset
+        text = "\n".join(lines[here])
+        closing = "\n" + margin + text[-3:] if text[:-3].endswith("\n" + margin) else text[-3:]
+        paragraphs = text.removesuffix(closing).split("\n\n")
+        lines[here] = ("\n\n".join(refill_paragraph(p, margin) for p in paragraphs) + closing).splitlines()
+    return "\n".join(lines) + "\n"
+
+
+def refill_paragraph(paragraph: str, margin: str) -> str:
+    """A paragraph behind its margin in lines of at most COLUMNS; lists, and what is indented further, stay."""
+    lines = paragraph.splitlines()
+    plain = all(line.startswith(margin) and not line[len(margin) :].startswith((" ", "-")) for line in lines)
+    if not plain or all(len(line) <= COLUMNS for line in lines):
+        return paragraph
+    filler = textwrap.TextWrapper(COLUMNS, margin, margin, break_long_words=False, break_on_hyphens=False)
+    return filler.fill(" ".join(paragraph.split()))
 
 
 def relative_path(target, file: Path) -> str:

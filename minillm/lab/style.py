@@ -1,9 +1,9 @@
 """The look of the book: one colour per concept, figures that read in light and dark and on a phone.
 
 Every concept has one colour in all chapters, with a value for a white page and one for a dark page, held
-in a CSS variable so that a single SVG serves both. The pairs were searched for the largest differences
-under simulated protanopia, deuteranopia and tritanopia (Machado et al., 2009), every one at a contrast of
-at least 4.5 to 1 with its page (WCAG 2.2), so that a label may wear the colour of its line.
+in a CSS variable so that a single SVG serves both; a prediction is drawn in ink. The pairs were searched for
+the largest differences under simulated protanopia, deuteranopia and tritanopia (Machado et al., 2009), every
+one at a contrast of at least 4.5 to 1 with its page (WCAG 2.2), so that a label may wear the colour of its line.
 """
 
 from __future__ import annotations
@@ -106,13 +106,15 @@ CSS = f"""
 html[data-theme=dark] .minillm,[data-jp-theme-light=false] .minillm,.vscode-dark .minillm{{{variables(1)}}}
 .text_html:has(.minillm){{background:none!important;color:inherit!important;padding:0!important}}
 .minillm-figure{{margin:1rem 0;padding:0}}
-.minillm-scroll{{overflow-x:auto}}
+.minillm-scroll{{overflow-x:auto;background:
+linear-gradient(to left,var(--mini-paper) 40%,transparent) right/2.5rem 100% local no-repeat,
+linear-gradient(to left,var(--mini-grid),transparent) right/.75rem 100% scroll no-repeat}}
 .minillm-figure svg{{display:block;width:100%;height:auto;margin:0 auto}}
 .minillm svg text{{font-family:inherit}}
 .minillm svg path,.minillm svg line{{stroke-linejoin:round}}
 .minillm figcaption{{margin:.4rem auto 0;font-size:.9em;line-height:1.45;color:var(--mini-muted);text-align:left}}
 @media print{{html .minillm.minillm,html[data-theme=dark] .minillm.minillm{{{variables(0)};color:#000}}
-.minillm-figure svg{{min-width:0!important}}.minillm-scroll{{overflow:visible}}
+.minillm-figure svg{{min-width:0!important}}.minillm-scroll{{overflow:visible;background:none}}
 .minillm-figure{{break-inside:avoid}}}}
 """.replace("\n", "")
 

@@ -28,14 +28,20 @@ CSS = (
     "text-align:right;vertical-align:top;font-variant-numeric:tabular-nums;color:inherit;background:none}"
     ".minillm-table :is(th,td) b{font-weight:inherit;white-space:nowrap}"
     ".minillm-table thead b{white-space:normal}"
-    ".minillm-table :is(th,td) b.long{display:inline-block;white-space:normal;min-width:9em;max-width:22em}"
+    ".minillm-table tbody b.long{display:inline-block;white-space:normal;min-width:9em;max-width:22em}"
     ".minillm-table thead th{border-bottom:2px solid var(--mini-line);font-weight:600;vertical-align:bottom}"
     ".minillm-table tbody th,.minillm-table th.first{text-align:left}"
     ".minillm-table tbody th{font-weight:400}"
     ".minillm-table tr,.minillm-table tr:nth-child(even),.minillm-table tr:hover{background:none!important}"
-    ".minillm-table small{display:block;color:var(--mini-muted);font-size:.85em;font-weight:400;min-width:7em}"
+    ".minillm-table small{display:block;color:var(--mini-muted);font-size:.85em;font-weight:400;width:max-content;"
+    "max-width:9em;margin-left:auto}"
+    ".minillm-table thead small{max-width:7em}"
+    ".minillm-table :is(tbody th,th.first) small{max-width:22em;margin-left:0}"
     "@media (max-width:600px){.minillm-table table{font-size:.85em}.minillm-table :is(th,td){padding:.3rem .4rem}"
-    ".minillm-table small{min-width:0}}"
+    # the names stay in sight while the figures scroll
+    ".minillm-table :is(tbody th,th.first){position:sticky;left:0;z-index:1;min-width:6.5em;"
+    "background:var(--mini-paper)}"
+    ".minillm-table :is(tbody th,th.first) :is(b,b.long,small){white-space:normal;min-width:0;max-width:8.5em}}"
 )
 
 
